@@ -1,0 +1,1 @@
+"""The policy engine's instruments: latency and error."""

@@ -1,0 +1,1 @@
+"""Scaling recipes applied: reference quantizers, scaled arrays, prepared operands."""

@@ -1,0 +1,1 @@
+"""Users of the public functions: the demonstration and its kin."""

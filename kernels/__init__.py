@@ -1,0 +1,1 @@
+"""Device code and the naive reference: arrays in, arrays out, no choosing."""

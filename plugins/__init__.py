@@ -1,0 +1,1 @@
+"""Backends: one module each, named as its entry point; see dispatch.Backend."""

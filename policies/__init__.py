@@ -1,0 +1,1 @@
+"""Policy files (TOML) and their JSON Schema."""

@@ -1,1 +1,65 @@
 """Matrix products by the fastest route that is accurate enough, and the reason why."""
+
+from dispatch._api import BackendInfo, backends, explain, forget, matmul, stats
+from dispatch._arch import Arch
+from dispatch._backend import Backend, Capability, Plan, Rejection, closest
+from dispatch._decision import Decision, Verdict, decide
+from dispatch._errors import MixedArraysError, NoBackendError, NotLockedError, UnsupportedDtypeError
+from dispatch._measurement import BASELINE, Candidate, Error, Measurement
+from dispatch._operands import native
+from dispatch._policy import Policy, PolicyError, current_policy, load_policy, use_policy
+from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
+from dispatch._recipe import RecipePair, ScalingRecipe
+from dispatch._registry import PluginWarning, hookimpl
+from dispatch._store import StoreWarning
+from dispatch.frameworks import framework
+from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ACTIVATIONS",
+    "BASELINE",
+    "FP8_DTYPES",
+    "Arch",
+    "Backend",
+    "BackendInfo",
+    "Candidate",
+    "Capability",
+    "Decision",
+    "Error",
+    "Measurement",
+    "MixedArraysError",
+    "NoBackendError",
+    "NotLockedError",
+    "Operand",
+    "Plan",
+    "PluginWarning",
+    "Policy",
+    "PolicyError",
+    "PreparedOperand",
+    "Problem",
+    "RecipePair",
+    "Rejection",
+    "ScaledArray",
+    "ScalingRecipe",
+    "StoreWarning",
+    "UnsupportedDtypeError",
+    "Verdict",
+    "__version__",
+    "backends",
+    "closest",
+    "current_policy",
+    "decide",
+    "explain",
+    "forget",
+    "framework",
+    "hookimpl",
+    "load_policy",
+    "matmul",
+    "native",
+    "prepare",
+    "quantize",
+    "stats",
+    "use_policy",
+]

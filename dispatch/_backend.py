@@ -47,11 +47,15 @@ class Capability:
     activations: tuple[str, ...] = ACTIVATIONS
     status: str = "measured"
 
+    def runs_on(self, arch: str) -> bool:
+        """Return whether `arch` is among its archs."""
+        return any(arch == x or (x.endswith("*") and arch.startswith(x[:-1])) for x in self.archs)
+
     def rejections(self, problem: Problem) -> list[Rejection]:
         """Return every reason why `problem` is outside this capability."""
         found = [
             *_unless_in("framework", [problem.framework], self.frameworks),
-            *_unless_arch(problem.arch, self.archs),
+            *([] if self.runs_on(problem.arch) else [Rejection("arch", problem.arch, ", ".join(self.archs))]),
             *_unless_in("dtype", [problem.a.dtype, problem.b.dtype], self.dtypes),
             *_unless_in("out_dtype", [problem.out_dtype], self.out_dtypes),
             *_unless_in("recipe", [problem.recipe], self.recipes),
@@ -72,12 +76,6 @@ def _unless_in(subject: str, values: Sequence[object], allowed: Sequence[object]
     needed = ", ".join("none" if x is None else str(x) for x in allowed)
     bad = dict.fromkeys(x for x in values if x not in allowed)
     return [Rejection(subject, "none" if x is None else str(x), needed) for x in bad]
-
-
-def _unless_arch(arch: str, allowed: Sequence[str]) -> list[Rejection]:
-    if any(arch == x or (x.endswith("*") and arch.startswith(x[:-1])) for x in allowed):
-        return []
-    return [Rejection("arch", arch, ", ".join(allowed))]
 
 
 def closest(capabilities: Iterable[Capability], problem: Problem) -> list[Rejection]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from dispatch._arch import Arch
+from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
+from dispatch.frameworks._clock import Call
 
 Array = Any
 """An array of the room's framework."""
+
+
+class Stopwatch(Protocol):
+    """Times calls on one device; see `Framework.stopwatch`."""
+
+    device_time: bool
+    """True for time on a GPU (medians decide), False for wall clock on a CPU (minima decide)."""
+
+    def round(self, order: Sequence[int]) -> list[float]:
+        """Run each call of `order` (indices into the calls) once and return microseconds a call, in that order."""
 
 
 class Framework(Protocol):
@@ -29,11 +40,17 @@ class Framework(Protocol):
 
     # What an array is
 
+    def key(self, a: Array, b: Array) -> Hashable | None:
+        """Return what a plan for these operands depends on, cheaply; None sends the call to the native product."""
+
     def dtype_name(self, array: Array) -> str:
         """Return the ml_dtypes name of the array's dtype: `bfloat16`, `float8_e4m3fn`, `int8` ..."""
 
     def dtype(self, name: str) -> Any:
         """Return the framework's dtype of that name. Raises TypeError if it has none."""
+
+    def name_of_dtype(self, dtype: Any) -> str:
+        """Return the ml_dtypes name of anything that the framework takes for a dtype. Raises TypeError."""
 
     def cast(self, array: Array, dtype: str) -> Array:
         """Return the array in the dtype of that name, by the framework's own conversion, on the same device."""
@@ -44,11 +61,67 @@ class Framework(Protocol):
     def arch(self, array: Array) -> Arch:
         """Return the architecture of the array's device."""
 
+    def archs(self) -> list[Arch]:
+        """Return the architectures that this framework can use on this machine."""
+
+    def clash(self, arrays: Sequence[Array]) -> list[str] | None:
+        """Return the device of each array if the framework would not multiply across them, else None."""
+
     def operand(self, array: Array) -> Operand:
         """Return dtype, batch, layout and alignment of an array of at least two dimensions."""
+
+    def promote(self, a: str, b: str) -> str | None:
+        """Return the dtype of a product by the framework's own rule, or None where it refuses the pair."""
+
+    def modes(self, a: Array, b: Array) -> tuple[str, ...]:
+        """Return which of problem.MODES hold for a call now."""
+
+    def effective(self, array: Array) -> str:
+        """Return the dtype that the native product would compute in: autocast's, else the array's."""
 
     def asarray(self, values: NDArray[Any], like: Array) -> Array:
         """Return NumPy values as an array on the device of `like`."""
 
     def to_numpy(self, array: Array) -> NDArray[Any]:
         """Return the values on the host; a dtype that NumPy lacks comes as its ml_dtypes one."""
+
+    # Products
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return the framework's own product: the baseline where nothing is fused."""
+
+    def native(self, problem: Problem) -> Plan:
+        """Return the baseline for arrays of any rank: the own product, then bias, activation and out_dtype."""
+
+    def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
+        """Return activation(product + bias) computed in float32 (float64 for float64), rounded once to out_dtype."""
+
+    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+        """Return `plan` for calls by this framework's rules: autograd, autocast, transforms, jit.
+
+        native: the baseline for the same operands, decoded where need be. again(a, b): a dispatched product, for a
+        backward pass.
+        """
+
+    # Measuring
+
+    def measurable(self, a: Array) -> str | None:
+        """Return why nothing may be measured now (a graph is being captured ...), or None."""
+
+    def sample(self, problem: Problem, a: Array, b: Array, seed: int) -> tuple[Array, Array]:
+        """Return normal random operands of the problem's shapes, dtypes and layouts, on the device of a and b."""
+
+    def stopwatch(self, calls: Sequence[Call], memory_bytes: int) -> Stopwatch:
+        """Return a stopwatch for `calls`, their operands rotated past a GPU's cache within `memory_bytes`."""
+
+    def reference(self, a_rows: Array, b: Array) -> NDArray[Any]:
+        """Return a_rows (r, k) by b (k, n) in float64 on the host, whatever flags are set."""
+
+    def isolated(self, work: Callable[[], Any]) -> Any:
+        """Return work(), run where no trace and no gradient sees it."""
+
+    def versions(self, array: Array) -> dict[str, str]:
+        """Return everything outside the problem that a choice depends on: versions, driver, device name, flags."""
+
+    def synchronize(self, array: Array) -> None:
+        """Wait until the device of `array` is idle; raises what it was hiding."""

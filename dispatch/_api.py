@@ -1,0 +1,309 @@
+"""The public functions, and the table of known calls behind them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dispatch._backend import Backend, Plan
+from dispatch._decision import Decision, decide
+from dispatch._engine import Engine, Options, Resolved
+from dispatch._errors import UnsupportedDtypeError
+from dispatch._operands import array_of, native
+from dispatch._policy import ACTIVE, Policy, current_policy, load_policy
+from dispatch._registry import Registry
+from dispatch._request import Request, describe, request
+from dispatch._store import DecisionStore
+from dispatch.frameworks import framework as room_of
+from dispatch.frameworks import installed
+from dispatch.measuring.session import is_out_of_memory
+from dispatch.quantization import PreparedOperand, ScaledArray
+
+FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
+MOST_PLANS = 4096  # known calls that are kept, twice at most
+
+
+class _Table:
+    """Known calls by key, least recently used forgotten first, without a lock and without cost on a hit.
+
+    Two generations: what is used lives in `young`; when that is full it becomes `old`, and what is not used again
+    from there goes with it.
+    """
+
+    def __init__(self) -> None:
+        self.young: dict[Hashable, Plan] = {}
+        self.old: dict[Hashable, Plan] = {}
+
+    def find(self, key: Hashable) -> Plan | None:
+        """Return an old plan, young again, or None."""
+        plan = self.old.get(key)
+        if plan is not None:
+            self.keep(key, plan)
+        return plan
+
+    def keep(self, key: Hashable, plan: Plan) -> None:
+        """Remember a plan."""
+        if len(self.young) >= MOST_PLANS:
+            self.old = dict(self.young)
+            self.young.clear()
+        self.young[key] = plan
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.old = {}
+        self.young.clear()
+
+
+_table = _Table()
+_young = _table.young
+_served: dict[Hashable, str] = {}
+"""The backend of every known call that a plugin serves."""
+_keys: dict[type, Callable[[Any, Any], Hashable | None]] = {}
+_active = ACTIVE.get
+_engine: Engine | None = None
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    backend: str | None = None,
+    scope: str | None = None,
+) -> Any:
+    """Return activation(a @ b + bias) by the fastest route that is accurate enough.
+
+    a, b: arrays of one framework (NumPy, torch, JAX) on one device, ScaledArrays or prepared operands; shapes as the
+    array API's matmul has them: vectors, matrices, and stacks whose leading dimensions broadcast; any strides, zero
+    sizes too. bias: an array that broadcasts to the result. activation: relu, gelu, gelu_tanh or silu, in float32
+    after the bias. out_dtype: the result's; by default the framework's own promotion, and bfloat16 for two FP8
+    operands. policy: a name, path or Policy for this call. backend: use this one or raise NoBackendError. scope: a
+    name for where in a model the product stands; rules may match it.
+
+    A problem that is not known is measured within the policy's budget; explain() says what came of it. Raises
+    MixedArraysError (a TypeError) for arrays of two frameworks or devices, and whatever the framework's own
+    matmul raises.
+    """
+    if bias is activation is out_dtype is policy is backend is scope is None:
+        key_of = _keys.get(type(a))
+        if key_of is not None:
+            key = (key_of(a, b), _active())
+            plan = _young.get(key)
+            if plan is not None:
+                try:
+                    return plan(a, b)
+                except BaseException as error:  # a plugin's code may raise anything
+                    if key not in _served:
+                        raise
+                    _failed(key, error)
+    return _call(request(a, b, bias, activation, out_dtype), _options(policy, backend, scope))
+
+
+def explain(
+    a: Any,
+    b: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    backend: str | None = None,
+    scope: str | None = None,
+) -> Decision:
+    """Return the Decision for a call of matmul with the same arguments; print() of it is a table.
+
+    Measures if the problem is not known yet. Raises what matmul raises; for shapes or dtypes that the framework's own
+    matmul refuses, its error.
+    """
+    call, options = request(a, b, bias, activation, out_dtype), _options(policy, backend, scope)
+    problem = describe(call)
+    if problem is None:
+        _refused(call)
+        raise TypeError(f"{call.room.name} multiplies these by a rule of its own: there is nothing to choose")
+    if _key(call, options) is None:
+        rule = "the call belongs to a transform, a compiler or a subclass"
+        return replace(decide(problem, {}, {}, options.policy), reason=f"the framework's own product: {rule}")
+    return engine().decision(call, problem, options)[0]
+
+
+def _call(call: Request, options: Options) -> Any:
+    """Serve a call that the table did not."""
+    key = _key(call, options)
+    if key is None:
+        return _own(call)
+    plan = _young.get(key) or _table.find(key)
+    while True:
+        backend = _served.get(key)
+        if plan is None:
+            resolved = engine().resolve(call, options)
+            if resolved is None:
+                return _refused(call)
+            plan, backend = resolved.plan, resolved.decision.backend
+            if resolved.keep:
+                _remember(key, call, resolved)
+        try:
+            return plan(*call.operands)
+        except BaseException as error:  # a plugin's code may raise anything
+            if backend is None or backend in FRAMEWORKS_OWN:
+                raise
+            if is_out_of_memory(error):
+                plan = native_of(call)
+            else:
+                _failed(key, error, backend)
+                _check_alive(call, backend, error)
+                plan = None
+
+
+def _key(call: Request, options: Options) -> Hashable | None:
+    """Return the key of a call, or None where something else interprets it."""
+    own = call.room.key(array_of(call.a), array_of(call.b))
+    if own is None:
+        return None
+    plain = call.plain and call.bias is None and call.activation is None and call.out_dtype is None
+    if plain and options.backend is None and options.scope is None and options.policy is current_policy():
+        return own, _active()
+    facts = tuple(_facts(x) for x in (call.a, call.b))
+    bias = None if call.bias is None else call.room.key(call.bias, call.bias)
+    return (own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope), options.policy
+
+
+def _facts(operand: Any) -> Hashable:
+    if isinstance(operand, ScaledArray):
+        return operand.recipe, operand.axis, operand.dtype
+    return isinstance(operand, PreparedOperand)
+
+
+def _remember(key: Hashable, call: Request, resolved: Resolved) -> None:
+    _table.keep(key, resolved.plan)
+    if resolved.decision.backend not in FRAMEWORKS_OWN:
+        _served[key] = resolved.decision.backend
+    kind = type(call.a)
+    if kind not in _keys and call.plain:
+        _keys[kind] = call.room.key
+
+
+def _failed(key: Hashable, error: BaseException, backend: str | None = None) -> None:
+    """Quarantine the backend that raised and forget every plan; out of memory is no fault."""
+    engine().condemn(backend or _served[key], error)
+    forget()
+
+
+def _check_alive(call: Request, backend: str, error: BaseException) -> None:
+    try:
+        call.room.synchronize(array_of(call.a))
+    except Exception as lost:
+        raise RuntimeError(
+            f"backend {backend!r} failed ({error}) and left the device unusable ({lost}): nothing in this process can "
+            f"use it any more. Restart, with [backends] deny = [{backend!r}] in the policy"
+        ) from error
+
+
+def native_of(call: Request) -> Plan:
+    """Return the framework's own product for a call whose arrays the framework accepts."""
+    problem = describe(call)
+    own = call.room.matmul if problem is None else native(problem)
+    return lambda a, b, *bias: own(getattr(a, "array", a), getattr(b, "array", b), *bias)
+
+
+def _own(call: Request) -> Any:
+    """Return the framework's own product, where nobody else may interfere."""
+    if call.plain and call.bias is None and call.activation is None and call.out_dtype is None:
+        return call.room.matmul(call.a, call.b)
+    return native_of(call)(*call.operands)
+
+
+def _refused(call: Request) -> Any:
+    """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
+    try:
+        return call.room.matmul(array_of(call.a), array_of(call.b))
+    except TypeError:
+        raise
+    except Exception as error:
+        names = {call.room.dtype_name(array_of(x)) for x in (call.a, call.b)}
+        if names & {"bool", "complex32"} and isinstance(error, RuntimeError):
+            raise UnsupportedDtypeError(f"{call.room.name} has no matmul for {' and '.join(sorted(names))}") from error
+        raise
+
+
+def _options(policy: Policy | str | os.PathLike[str] | None, backend: str | None, scope: str | None) -> Options:
+    if policy is None:
+        return Options(current_policy(), backend, scope)
+    return Options(policy if isinstance(policy, Policy) else load_policy(policy), backend, scope)
+
+
+def forget() -> None:
+    """Forget every known call in this process; the decision store stays."""
+    _table.clear()
+    _served.clear()
+
+
+def engine() -> Engine:
+    """Return the process's engine, made at first use."""
+    global _engine  # noqa: PLW0603
+    if _engine is None:
+        _engine = Engine(Registry(), DecisionStore(), matmul)
+    return _engine
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One registered backend: where it comes from, and why it cannot work on this machine (None: it can)."""
+
+    name: str
+    distribution: str
+    version: str
+    status: str
+    unavailable: str | None
+
+    @property
+    def available(self) -> bool:
+        """Whether it can run anything here."""
+        return self.unavailable is None
+
+
+def backends() -> list[BackendInfo]:
+    """Return every backend in the stable order, with why not where it cannot work here, and what failed to load."""
+    own = engine()
+    archs = machine_archs()
+    found = []
+    for name, registered in own.registry.backends.items():
+        statuses = sorted({capability.status for capability in registered.backend.capabilities})
+        why = own.quarantine.get(name) or _unavailable(registered.backend, archs)
+        found.append(BackendInfo(name, registered.distribution, registered.version, "/".join(statuses), why))
+    return found + [BackendInfo(x.name, x.distribution, "", "failed", x.reason) for x in own.registry.faults]
+
+
+def machine_archs() -> dict[str, list[str]]:
+    """Return this machine's archs by installed framework; imports the frameworks."""
+    return {name: [str(arch) for arch in room_of(name).archs()] for name in installed()}
+
+
+def _unavailable(backend: Backend, archs: dict[str, list[str]]) -> str | None:
+    wanted = dict.fromkeys(name for capability in backend.capabilities for name in capability.frameworks)
+    if not any(name in archs for name in wanted):
+        return f"needs {' or '.join(wanted)}, which is not installed"
+    for capability in backend.capabilities:
+        for name in capability.frameworks:
+            if any(capability.runs_on(arch) for arch in archs.get(name, ())):
+                return None
+    needed = dict.fromkeys(arch for capability in backend.capabilities for arch in capability.archs)
+    here = dict.fromkeys(arch for found in archs.values() for arch in found)
+    return f"needs {', '.join(needed)}; this machine has {', '.join(here)}"
+
+
+def stats() -> dict[str, Any]:
+    """Return counts of this process: problems measured and remembered, plans known, faults, and the store's state."""
+    own = engine()
+    return {
+        "measured": own.counts["measured"],
+        "remembered": own.counts["remembered"],
+        "plans": len(_table.young) + len(_table.old),
+        "quarantined": dict(own.quarantine),
+        "faults": [f"{fault.name} of {fault.distribution}: {fault.reason}" for fault in own.registry.faults],
+        "store": {"path": str(own.store.path), "state": own.store.state},
+    }

@@ -1,0 +1,75 @@
+"""Which candidates there are for a problem, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from dispatch._backend import Backend, Rejection
+from dispatch._measurement import Candidate
+from dispatch._problem import FP8_DTYPES, Operand, Problem
+from dispatch._recipe import FORMATS, ScalingRecipe
+
+if TYPE_CHECKING:
+    from dispatch._policy import Policy
+
+
+def proposals(backend: Backend, problem: Problem, policy: Policy) -> Iterator[Candidate]:
+    """Yield every candidate of a backend that the policy lists: one for each recipe, accumulation and config.
+
+    Backends may have `configs(problem) -> Iterable[str]`, the kernel configs worth measuring for a candidate.
+    """
+    recipes = dict.fromkeys(recipe for capability in backend.capabilities for recipe in capability.recipes)
+    modes = dict.fromkeys(mode for capability in backend.capabilities for mode in capability.accumulations)
+    configs = getattr(backend, "configs", None)
+    for recipe in recipes:
+        if recipe is not None and recipe not in policy.recipes.allow:
+            continue
+        listed = [mode for mode in modes if mode in policy.recipes.accumulation] if recipe is not None else []
+        for accumulation in listed or [None]:
+            proposed = problem.proposing(recipe, accumulation)
+            for config in (configs(proposed) if configs else None) or [None]:
+                yield Candidate(backend.name, recipe, accumulation, config)
+
+
+def disallowed(name: str, policy: Policy) -> list[Rejection]:
+    """Return the rejection of a backend that the policy keeps out, or []."""
+    allowed = any(fnmatchcase(name, x) for x in policy.backends.allow)
+    if allowed and not any(fnmatchcase(name, x) for x in policy.backends.deny):
+        return []
+    return [Rejection("policy", policy.name, f"one whose [backends] allow {name}")]
+
+
+def unlisted(backend: Backend) -> list[Rejection]:
+    """Return the rejection of a backend none of whose recipes the policy lists."""
+    own = ", ".join(str(recipe) for capability in backend.capabilities for recipe in capability.recipes)
+    return [Rejection("policy", "without its recipes", f"[recipes] allow with one of {own}")]
+
+
+def unquantizable(candidate: Candidate, problem: Problem, policy: Policy) -> list[Rejection]:
+    """Return why a scaled candidate may not take these operands: the policy's inputs, or another quantization."""
+    assert candidate.recipe is not None
+    found = []
+    for side, operand, recipe in (("a", problem.a, candidate.recipe.a), ("b", problem.b, candidate.recipe.b)):
+        if operand.recipe is not None and operand.recipe != recipe:
+            found.append(Rejection(side, f"quantized as {operand.recipe}", str(recipe)))
+        elif operand.recipe is None and not _takes(operand, recipe):
+            found.append(Rejection(side, f"{operand.dtype} without scales", f"{recipe.storage_dtype} or a wider dtype"))
+        if operand.recipe is None and operand.dtype not in policy.recipes.inputs:
+            allowed = ", ".join(policy.recipes.inputs) or "none"
+            found.append(Rejection(f"dtype of {side}", operand.dtype, f"[recipes] inputs of the policy: {allowed}"))
+    return found
+
+
+def _takes(operand: Operand, recipe: ScalingRecipe) -> bool:
+    """Return whether raw values can stand under `recipe`: FP8 ones only as they are, with a scale of one."""
+    if operand.dtype not in FP8_DTYPES:
+        return True
+    return operand.dtype == FORMATS[recipe.dtype] and recipe.granularity == "tensor"
+
+
+def no_backend(problem: Problem, rejections: dict[Candidate, list[Rejection]]) -> str:
+    """Return the text of a NoBackendError: the problem, and each reason."""
+    lines = [f"  {candidate}: {'; '.join(map(str, reasons))}" for candidate, reasons in rejections.items()]
+    return "\n".join([f"No backend can run {problem}:", *lines, "Leave out backend=, or change what is named above."])

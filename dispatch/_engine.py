@@ -1,0 +1,296 @@
+"""The flow of a call that is not known yet: problem, candidates, store or measurement, decision, plan."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dispatch._backend import Backend, Plan, Rejection
+from dispatch._candidates import disallowed, no_backend, proposals, unlisted, unquantizable
+from dispatch._decision import Decision, decide, named
+from dispatch._errors import NoBackendError, NotLockedError
+from dispatch._measurement import BASELINE, Candidate, Measurement
+from dispatch._operands import array_of, form, native
+from dispatch._policy import Policy
+from dispatch._problem import Problem
+from dispatch._registry import Registry
+from dispatch._request import Request, describe
+from dispatch._store import DecisionStore, key_of
+from dispatch.frameworks._shapes import reshaping
+from dispatch.measuring.session import Entrant, Table, is_out_of_memory, measure, random_operands
+
+FORMAT = 1  # of a stored record
+Rejections = dict[Candidate, list[Rejection]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """What a choice depends on beside the problem."""
+
+    policy: Policy
+    backend: str | None = None
+    scope: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resolved:
+    """A decision, and the callable that serves it for arrays of the caller's shapes. keep: for later calls too."""
+
+    decision: Decision
+    plan: Plan
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """One problem on its way to a decision: what may be chosen, and why the rest may not."""
+
+    call: Request
+    problem: Problem
+    policy: Policy
+    options: Options
+    able: list[Candidate]
+    rejections: Rejections
+
+    def decide(self, measured: dict[Candidate, Measurement | None], failed: Rejections | None = None) -> Decision:
+        rejections: dict[Candidate, Sequence[Rejection]] = {**self.rejections, **(failed or {})}
+        able = {c: measured.get(c) for c in (*self.able, *measured) if c not in rejections}
+        return decide(self.problem, able, rejections, self.policy)
+
+    @property
+    def rivals(self) -> list[Candidate]:
+        """The candidates that are not the baseline itself."""
+        own = [] if self.problem.encoded else ["bf16_fallback"]
+        return [candidate for candidate in self.able if candidate.backend not in own]
+
+
+class Engine:
+    """The registry, the store and what went wrong so far; everything but the table of known calls."""
+
+    def __init__(self, registry: Registry, store: DecisionStore, again: Callable[..., Any]) -> None:
+        self.registry = registry
+        self.store = store
+        self.counts: Counter[str] = Counter()
+        self.quarantine: dict[str, str] = {}
+        self._again = again
+        self._memory: dict[str, Decision] = {}
+        self._measuring: set[str] = set()
+        self._lock = threading.Lock()
+
+    def resolve(self, call: Request, options: Options) -> Resolved | None:
+        """Return the decision and the plan for a call, or None where the framework itself has to raise."""
+        problem = describe(call)
+        while problem is not None:
+            decision, keep = self.decision(call, problem, options)
+            try:
+                return Resolved(decision, self._serving(call, decision, options), keep)
+            except BaseException as error:  # a plugin's code may raise anything
+                self.condemn(decision.backend, error)
+        return None
+
+    def decision(self, call: Request, problem: Problem, options: Options) -> tuple[Decision, bool]:
+        """Return the decision for a problem, and whether later calls may rely on it."""
+        policy = options.policy.for_problem(problem, options.scope)
+        policy = policy if options.backend is None else self._only(policy, options.backend)
+        case = _Case(call, problem, policy, options, *self._candidates(problem, policy))
+        if options.backend is not None and not case.able:
+            raise NoBackendError(no_backend(problem, case.rejections))
+        decision, keep = self._decided(case)
+        if options.backend is None or decision.backend == options.backend:
+            return decision, keep
+        if decision.baseline is None:
+            return named(decision, case.able[0]), keep
+        raise NoBackendError(f"backend {options.backend!r} was asked for, but for {problem}: {decision.reason}")
+
+    def _decided(self, case: _Case) -> tuple[Decision, bool]:
+        lone = case.options.backend is not None and len(case.able) == 1 and not case.able[0].scaled
+        if case.problem.empty or not case.rivals or lone:
+            return case.decide({}), True
+        key = self._key(case)
+        known = self._known(key, case)
+        if known is not None:
+            return known, True
+        if case.policy.tuning.mode == "locked":
+            raise NotLockedError(
+                f"policy {case.policy.name!r} is locked and the store holds no decision for {case.problem}; "
+                "measure it first with [tuning] mode = 'measure' on a machine like this one"
+            )
+        off = case.policy.tuning.mode == "off"
+        if off or case.call.room.measurable(array_of(case.call.a)) or not self._enter(key):
+            return case.decide({}), off
+        try:
+            return self._measured(case, key)
+        finally:
+            self._measuring.discard(key)
+
+    def _measured(self, case: _Case, key: str) -> tuple[Decision, bool]:
+        self.counts["measured"] += 1
+        table = case.call.room.isolated(lambda: self._table(case))
+        failed: Rejections = {}
+        for candidate, reason in table.faults.items():
+            self._quarantine(candidate.backend, reason)
+            failed[candidate] = [Rejection("fault", reason, "a backend that works")]
+        for candidate, reason in table.out_of_memory.items():
+            failed[candidate] = [Rejection("memory", f"exhausted while measuring ({reason})", "enough for it")]
+        decision = case.decide(dict(table.measurements), failed)
+        served = decision
+        if table.own_errors:  # degenerate operands: for this call, what was measured on them counts
+            own = {c: replace(m, error=table.own_errors.get(c)) for c, m in table.measurements.items()}
+            served = case.decide(dict(own), failed)
+        self.registry.decided(served)
+        lasting = decision.settled and not table.out_of_memory
+        if lasting:
+            self._memory[key] = decision
+            self.store.put(key, {"format": FORMAT, "decision": decision.to_dict()})
+        alike = served.candidate == decision.candidate
+        return (decision if alike else served), alike
+
+    def _table(self, case: _Case) -> Table:
+        table = Table()
+        entrants = []
+        for candidate in case.rivals:
+            proposed = case.problem.proposing(candidate.recipe, candidate.accumulation)
+            backend = self._backend(candidate)
+            try:
+                entrants.append(Entrant(candidate, backend.plan(proposed, candidate.config), _forms(backend, proposed)))
+            except BaseException as error:  # a plugin's code may raise anything
+                table.blame(candidate, error)
+        call, room = case.call, case.call.room
+        assert call.shapes is not None
+        operands = random_operands(room, case.problem, call.operands) if "traced" in case.problem.modes else call.operands
+        measure(room, case.problem, entrants, call.shapes.canonical(operands, room.xp), case.policy, table)
+        return table
+
+    def _serving(self, call: Request, decision: Decision, options: Options) -> Plan:
+        """Return the callable for arrays like the caller's."""
+        problem, candidate = decision.problem, decision.candidate
+        own = native(problem)
+        if candidate == BASELINE or problem.empty:
+            return own if call.plain else _undressing(own)
+        proposed = problem.proposing(candidate.recipe, candidate.accumulation)
+        backend = self._backend(candidate)
+        plan = backend.plan(proposed, candidate.config)
+        if call.plain and plan is own:
+            return own  # the framework's own function, with nothing around it
+        forms = _forms(backend, proposed)
+
+        def formed(*operands: Any) -> Any:
+            return plan(*forms(operands))
+
+        def again(a: Any, b: Any) -> Any:
+            return self._again(a, b, policy=options.policy, scope=options.scope)
+
+        serving = call.room.adapt(plan if call.plain else formed, problem, _undressing(own), again)
+        assert call.shapes is not None
+        given = (tuple(array_of(x).shape) for x in (call.a, call.b))
+        return reshaping(serving, *given, call.shapes, call.room.xp)
+
+    def condemn(self, backend: str, error: BaseException) -> None:
+        """Quarantine `backend` for what it raised; raise it again if no plugin is to blame."""
+        if isinstance(error, KeyboardInterrupt) or backend in (BASELINE.backend, "bf16_fallback"):
+            raise error
+        if not is_out_of_memory(error):
+            self._quarantine(backend, f"{type(error).__name__}: {error}")
+
+    def _quarantine(self, backend: str, reason: str) -> None:
+        with self._lock:
+            self.counts["quarantined"] += backend not in self.quarantine
+            self.quarantine.setdefault(backend, reason)
+
+    def _candidates(self, problem: Problem, policy: Policy) -> tuple[list[Candidate], Rejections]:
+        """Return the able candidates in the stable order, and the rejections of the others."""
+        able: list[Candidate] = []
+        rejections: Rejections = {}
+        for name, registered in self.registry.backends.items():
+            backend, whole = registered.backend, self._whole(name, problem, policy)
+            proposed = [] if whole else list(proposals(backend, problem, policy))
+            if not proposed:
+                rejections[Candidate(name)] = whole or unlisted(backend)
+            for candidate in proposed:
+                if reasons := self._ask(backend, candidate, problem, policy):
+                    rejections[candidate] = reasons
+                else:
+                    able.append(candidate)
+        return able, rejections
+
+    def _whole(self, name: str, problem: Problem, policy: Policy) -> list[Rejection]:
+        """Return why a backend has no candidate at all, or []."""
+        if name in self.quarantine:
+            return [Rejection("fault", self.quarantine[name], "a backend that works")]
+        if problem.empty and name != "bf16_fallback":
+            return [Rejection("size", "zero", "something to multiply")]
+        return disallowed(name, policy)
+
+    def _ask(self, backend: Backend, candidate: Candidate, problem: Problem, policy: Policy) -> list[Rejection]:
+        reasons = unquantizable(candidate, problem, policy) if candidate.scaled else []
+        try:
+            return reasons + list(backend.rejections(problem.proposing(candidate.recipe, candidate.accumulation)))
+        except BaseException as error:  # a plugin's code may raise anything
+            self.condemn(backend.name, error)
+            return [Rejection("fault", f"{type(error).__name__}: {error}", "a backend that works")]
+
+    def _backend(self, candidate: Candidate) -> Backend:
+        return self.registry.backends[candidate.backend].backend
+
+    def _only(self, policy: Policy, backend: str) -> Policy:
+        """Return `policy` with one backend allowed, at any speed, within the same tolerance."""
+        if backend not in self.registry.backends:
+            names = ", ".join(self.registry.backends) or "none"
+            raise NoBackendError(f"backend {backend!r} is not registered; registered: {names}")
+        only = {"allow": [backend], "deny": []}
+        return policy.override(backends=only, gate={"min_speedup": 0.0, "min_speedup_lossless": 0.0})
+
+    def _key(self, case: _Case) -> str:
+        """Return the key of everything that a choice depends on."""
+        return key_of(
+            {
+                "format": FORMAT,
+                "problem": case.problem.to_dict(),
+                "policy": case.policy.fingerprint,
+                "scope": case.options.scope,
+                "backends": {name: f"{x.distribution} {x.version}" for name, x in self.registry.backends.items()},
+                "versions": case.call.room.versions(array_of(case.call.a)),
+            }
+        )
+
+    def _known(self, key: str, case: _Case) -> Decision | None:
+        """Return the remembered decision, if its candidate is able still."""
+        decision = self._memory.get(key)
+        if decision is None and (record := self.store.get(key)) is not None:
+            try:
+                decision = replace(Decision.from_dict(record["decision"]), source="store")
+            except (KeyError, TypeError, ValueError):
+                return None  # a record that this version cannot read is a miss
+        if decision is None or decision.candidate not in (*case.able, BASELINE):
+            return None
+        self.counts["remembered"] += 1
+        self._memory[key] = decision
+        return decision
+
+    def _enter(self, key: str) -> bool:
+        """Return whether the caller may measure: one thread a problem does, the others get the baseline."""
+        with self._lock:
+            if key in self._measuring:
+                return False
+            self._measuring.add(key)
+            return True
+
+
+def _forms(backend: Backend, problem: Problem) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    def formed(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        a, b, *bias = operands
+        return (form(a, backend, problem, "a"), form(b, backend, problem, "b"), *bias)
+
+    return formed
+
+
+def _undressing(own: Plan) -> Plan:
+    """Return the own product for operands that may be prepared."""
+
+    def undressed(a: Any, b: Any, *bias: Any) -> Any:
+        return own(getattr(a, "array", a), getattr(b, "array", b), *bias)
+
+    return undressed

@@ -1,0 +1,74 @@
+"""Operands as plans see them: decoded for the framework's own product, or in a backend's prepared form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from dispatch._backend import Backend, Plan
+from dispatch._problem import FP8_DTYPES, Operand, Problem
+from dispatch.frameworks import Framework, framework
+from dispatch.quantization import PreparedOperand, ScaledArray
+
+CONTRACTION = {"a": -1, "b": -2}
+
+
+def array_of(operand: Any) -> Any:
+    """Return the framework's array inside an operand: itself, or a ScaledArray's or PreparedOperand's."""
+    if isinstance(operand, ScaledArray):
+        return operand.data
+    return operand.array if isinstance(operand, PreparedOperand) else operand
+
+
+def decoded_dtype(own: Operand, other: Operand) -> str:
+    """Return the dtype that an operand is multiplied in by the framework: raw FP8 takes the other's, else bfloat16."""
+    if own.recipe is not None or own.dtype not in FP8_DTYPES:
+        return own.dtype
+    return "bfloat16" if other.dtype in FP8_DTYPES else other.dtype
+
+
+def decode(room: Framework, operand: Any, dtype: str) -> Any:
+    """Return an operand as an array of `dtype`; FP8 fits into every wider dtype exactly."""
+    if isinstance(operand, ScaledArray):
+        return operand.dequantize(dtype)
+    array = array_of(operand)
+    return array if room.dtype_name(array) not in FP8_DTYPES else room.cast(array, dtype)
+
+
+def decoded(problem: Problem) -> Problem:
+    """Return the problem that the framework's own product is given."""
+    a, b = (
+        replace(own, dtype=decoded_dtype(own, other), recipe=None, prepared=False)
+        for own, other in ((problem.a, problem.b), (problem.b, problem.a))
+    )
+    return replace(problem, a=a, b=b, recipe=None, accumulation=None)
+
+
+@lru_cache(4096)
+def native(problem: Problem) -> Plan:
+    """Return the framework's own product for `problem`, epilogue and out_dtype included: a callable (a, b, bias=None).
+
+    FP8 operands and ScaledArrays are decoded first. Takes arrays of any rank; for plain 16-bit or wider operands
+    it is the framework's own function itself.
+    """
+    room, plain = framework(problem.framework), decoded(problem)
+    own = room.native(plain)
+    if not problem.encoded:
+        return own
+
+    def decoding(a: Any, b: Any, bias: Any = None) -> Any:
+        x, y = decode(room, a, plain.a.dtype), decode(room, b, plain.b.dtype)
+        return own(x, y) if bias is None else own(x, y, bias)
+
+    return decoding
+
+
+def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
+    """Return `operand` as the backend's plan for `problem` takes it; a PreparedOperand's form is made once."""
+    if not isinstance(operand, PreparedOperand):
+        return operand
+    if problem.recipe is None:
+        return operand.array
+    recipe, axis = getattr(problem.recipe, side), CONTRACTION[side]
+    return operand.form((backend.name, recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))

@@ -1,0 +1,130 @@
+"""From the arguments of a call to a Problem, with the errors that a caller's mistakes deserve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dispatch._errors import MixedArraysError
+from dispatch._operands import array_of, decoded_dtype
+from dispatch._problem import ACTIVATIONS, Operand, Problem
+from dispatch.frameworks import NAMES, Framework, framework_of
+from dispatch.frameworks._shapes import Shapes
+from dispatch.quantization import PreparedOperand, ScaledArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One call's arguments, its room and the shapes that a plan will see (None: they do not multiply)."""
+
+    room: Framework
+    a: Any
+    b: Any
+    bias: Any
+    activation: str | None
+    out_dtype: Any
+    shapes: Shapes | None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """a and b, and the bias if there is one."""
+        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
+
+    @property
+    def plain(self) -> bool:
+        """Whether both operands are arrays of the framework."""
+        return not any(isinstance(x, ScaledArray | PreparedOperand) for x in (self.a, self.b))
+
+
+def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -> Request:
+    """Return the checked arguments. Raises TypeError for what is no array, arrays that do not belong together or a
+    bad out_dtype, and ValueError for an unknown activation or a ScaledArray quantized for the other side."""
+    room = _room(a, b, bias)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
+    a, b = _facing("a", a, -1), _facing("b", b, -2)
+    shape_a, shape_b = tuple(array_of(a).shape), tuple(array_of(b).shape)
+    fold = not isinstance(a, ScaledArray)
+    return Request(room, a, b, bias, activation, out_dtype, Shapes.of(shape_a, shape_b, fold))
+
+
+def describe(call: Request) -> Problem | None:
+    """Return the Problem of a call, or None where only the framework itself can say what is wrong with it.
+
+    Raises TypeError for an out_dtype that the framework does not have.
+    """
+    if call.shapes is None:
+        return None
+    room = call.room
+    a, b = _operand(room, call.a, call.shapes.a), _operand(room, call.b, call.shapes.b)
+    first, second = decoded_dtype(a, b), decoded_dtype(b, a)
+    own = room.promote(first, second)
+    if own is None:
+        return None
+    reference = array_of(call.a)
+    return Problem(
+        m=call.shapes.a[-2],
+        n=call.shapes.b[-1],
+        k=call.shapes.a[-1],
+        a=a,
+        b=b,
+        out_dtype=own if call.out_dtype is None else _name_of(room, call.out_dtype),
+        framework=room.name,
+        arch=str(room.arch(reference)),
+        device=room.device(reference),
+        bias=None if call.bias is None else room.dtype_name(call.bias),
+        activation=call.activation,
+        modes=room.modes(array_of(call.a), array_of(call.b)),
+    )
+
+
+def _room(a: Any, b: Any, bias: Any) -> Framework:
+    named = {"a": array_of(a), "b": array_of(b)} | ({} if bias is None else {"bias": bias})
+    rooms = {}
+    for name, array in named.items():
+        found = framework_of(array)
+        if found is None:
+            raise TypeError(f"{name} is a {type(array).__qualname__}; it has to be an array of {', '.join(NAMES)}")
+        rooms[name] = found
+    if len({room.name for room in rooms.values()}) > 1:
+        kinds = ", ".join(f"{name} is {_kind(room, named[name])}" for name, room in rooms.items())
+        raise MixedArraysError(f"{kinds}; convert them to one framework first")
+    room = rooms["a"]
+    if (devices := room.clash(list(named.values()))) is not None:
+        kinds = ", ".join(f"{name} is on {device}" for name, device in zip(named, devices, strict=True))
+        raise MixedArraysError(f"{kinds}; move them to one device first")
+    return room
+
+
+def _kind(room: Framework, array: Any) -> str:
+    kind = type(array)
+    return f"a {room.name} array ({kind.__module__}.{kind.__qualname__})"
+
+
+def _facing(side: str, operand: Any, axis: int) -> Any:
+    """Return a ScaledArray whose groups run along this side's contraction axis, or raise ValueError."""
+    if not isinstance(operand, ScaledArray) or operand.axis == axis:
+        return operand
+    height, width = operand.recipe.block(*operand.shape[-2:])
+    if operand.recipe.granularity == "tensor" or (operand.recipe.granularity != "row" and height == width):
+        return replace(operand, axis=axis)
+    raise ValueError(
+        f"{side} is a ScaledArray with {operand.recipe} scales along axis {operand.axis}; as {side} it needs them along "
+        f"axis {axis}: quantize with axis={axis}, or pass {side}.dequantize()"
+    )
+
+
+def _operand(room: Framework, operand: Any, shape: tuple[int, ...]) -> Operand:
+    array = array_of(operand)
+    facts = room.operand(array if array.ndim > 1 else room.xp.reshape(array, shape))
+    facts = replace(facts, batch=shape[:-2])
+    if isinstance(operand, ScaledArray):
+        return replace(facts, dtype=operand.dtype, recipe=operand.recipe)
+    return replace(facts, prepared=isinstance(operand, PreparedOperand))
+
+
+def _name_of(room: Framework, dtype: Any) -> str:
+    try:
+        return room.name_of_dtype(dtype)
+    except (TypeError, AttributeError):
+        raise TypeError(f"out_dtype {dtype!r} is no dtype of {room.name}") from None

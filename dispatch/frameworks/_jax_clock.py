@@ -1,0 +1,92 @@
+"""Timing in JAX: wall clock on a CPU, and on a GPU the device time of chained products in one executable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dispatch._backend import Plan
+from dispatch.frameworks._clock import Call, WallClock
+
+L2_BYTES = 128 << 20  # JAX does not tell; no L2 is larger today (B200: 126 MB)
+MOST_SETS = 16
+SHORT, LONG = 2, 10  # products in the two chains
+
+
+def blocking(call: Plan) -> Plan:
+    """Return `call` that returns when its result is there."""
+
+    def blocked(*operands: Any) -> Any:
+        return jax.tree.map(lambda x: x.block_until_ready(), call(*operands))
+
+    return blocked
+
+
+class JaxWallClock(WallClock):
+    """Wall clock, with every result waited for."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        super().__init__([(blocking(call), operands) for call, operands in calls])
+
+
+class JaxDeviceClock:
+    """A stopwatch of device time.
+
+    Each call is compiled into two chains, of SHORT and LONG products; an optimization barrier lets each begin only
+    after the one before, on the next set of operands. The difference of the two times has no launch cost in it.
+    """
+
+    device_time = True
+
+    def __init__(self, calls: Sequence[Call], memory_bytes: int) -> None:
+        self._calls = calls
+        self._copies: dict[int, list[Any]] = {}
+        sizes = [sum(x.nbytes for x in jax.tree.leaves(operands)) or 1 for _, operands in calls]
+        wanted, most = -(-2 * L2_BYTES // min(sizes)), memory_bytes // max(sizes)
+        self._sets = max(1, min(MOST_SETS, wanted, most))
+        self._chains: dict[int, tuple[Any, Any, int]] = {}
+        self._rotated = [self._rotate(operands) for _, operands in calls]
+
+    def _rotate(self, operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Return the sets of one call's operands; calls share the copies of the operands that they share."""
+
+        def copies(x: Any) -> list[Any]:
+            return self._copies.setdefault(id(x), [x, *(x.copy() for _ in range(self._sets - 1))])
+
+        return [jax.tree.map(lambda x, i=i: copies(x)[i], operands) for i in range(self._sets)]
+
+    def round(self, order: Sequence[int]) -> list[float]:
+        """Run each call of `order` once and return microseconds a call, in that order."""
+        return [self._time(index) for index in order]
+
+    def _time(self, index: int) -> float:
+        sets = self._rotated[index]
+        if index not in self._chains:
+            short, long = (self._compiled(self._calls[index][0], sets, length) for length in (SHORT, LONG))
+            gauge = (self._run(long, sets) - self._run(short, sets)) / (LONG - SHORT)
+            self._chains[index] = short, long, max(1, min(50, int(200 / max(gauge, 4.0))))
+        short, long, repeats = self._chains[index]
+        spent = sum(self._run(long, sets) - self._run(short, sets) for _ in range(repeats)) / repeats
+        return max(spent / (LONG - SHORT), 0.01)
+
+    def _run(self, chain: Callable[..., Any], sets: list[tuple[Any, ...]]) -> float:
+        start = time.perf_counter_ns()
+        chain(sets).block_until_ready()
+        return (time.perf_counter_ns() - start) / 1e3
+
+    def _compiled(self, call: Plan, sets: list[tuple[Any, ...]], length: int) -> Callable[..., Any]:
+        def chain(sets: list[tuple[Any, ...]]) -> Any:
+            out = None
+            for i in range(length):
+                operands = sets[i % len(sets)]
+                if out is not None:
+                    operands, out = jax.lax.optimization_barrier((operands, out))
+                out = call(*operands)
+            return out
+
+        compiled: Callable[..., Any] = jax.jit(chain).lower(sets).compile()
+        self._run(compiled, sets)
+        return compiled

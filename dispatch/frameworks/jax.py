@@ -1,0 +1,260 @@
+"""The room of JAX, on the CPU and on CUDA: eager, and under every trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from dispatch._arch import Arch, cpu_arch
+from dispatch._backend import Plan
+from dispatch._problem import Operand, Problem
+from dispatch.frameworks._clock import Call
+from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
+from dispatch.frameworks._layout import WIDEST
+
+Array = Any
+
+
+class JaxRoom:
+    """JAX arrays and tracers."""
+
+    name = "jax"
+    xp = jnp
+
+    def is_array_type(self, kind: type) -> bool:
+        """Return whether it is an array's or a tracer's type."""
+        return issubclass(kind, jax.Array | jax.core.Tracer)
+
+    def key(self, a: Array, b: Array) -> Hashable | None:
+        """Return avals and shardings; None for an array spread over several devices."""
+        try:
+            where = None if isinstance(a, jax.core.Tracer) else a.sharding
+            there = None if isinstance(b, jax.core.Tracer) else b.sharding
+            kind = a.aval, b.aval
+        except AttributeError:
+            return None
+        if (where and where.num_devices > 1) or (there and there.num_devices > 1):
+            return None
+        return kind, where, there, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+
+    def dtype_name(self, array: Array) -> str:
+        """Return the dtype's name."""
+        return str(array.dtype.name)
+
+    def dtype(self, name: str) -> Any:
+        """Return the dtype of that name."""
+        try:
+            return jnp.dtype(name)
+        except TypeError:
+            raise TypeError(f"JAX has no dtype {name!r}") from None
+
+    def name_of_dtype(self, dtype: Any) -> str:
+        """Return the name of a dtype, a scalar type or the name itself."""
+        return str(jnp.dtype(dtype).name)
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """Return array.astype(dtype)."""
+        return array.astype(dtype)
+
+    def device(self, array: Array) -> str:
+        """Return `platform:index` of every device, or the default device for a tracer."""
+        devices = [_default_device()] if isinstance(array, jax.core.Tracer) else array.devices()
+        return ",".join(sorted(_device_name(device) for device in devices))
+
+    def arch(self, array: Array) -> Arch:
+        """Return the compute capability's arch, or the processor's."""
+        return _device_arch(_default_device() if isinstance(array, jax.core.Tracer) else next(iter(array.devices())))
+
+    def archs(self) -> list[Arch]:
+        """Return the arch of every device of every backend that is there."""
+        return list(dict.fromkeys([*map(_device_arch, jax.devices()), *map(_device_arch, jax.devices("cpu"))]))
+
+    def clash(self, arrays: Sequence[Array]) -> list[str] | None:
+        """Return the devices if committed arrays are on different ones."""
+        fixed = [x.devices() for x in arrays if not isinstance(x, jax.core.Tracer) and x.committed]
+        return [self.device(x) for x in arrays] if any(x != fixed[0] for x in fixed) else None
+
+    def operand(self, array: Array) -> Operand:
+        """Return the operand's facts; JAX keeps arrays packed."""
+        return Operand(self.dtype_name(array), tuple(array.shape[:-2]), "row", WIDEST)
+
+    def promote(self, a: str, b: str) -> str | None:
+        """Return jnp.promote_types."""
+        try:
+            return str(jnp.promote_types(a, b).name)
+        except TypeError:
+            return None
+
+    def modes(self, a: Any, b: Any) -> tuple[str, ...]:
+        """Return `traced` for tracers."""
+        return ("traced",) if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((a, b))) else ()
+
+    def effective(self, array: Array) -> str:
+        """Return the array's dtype."""
+        return self.dtype_name(array)
+
+    def asarray(self, values: NDArray[Any], like: Array) -> Array:
+        """Return the values on the device of `like`."""
+        if isinstance(like, jax.core.Tracer):
+            return jnp.asarray(values)
+        return jax.device_put(values, next(iter(like.devices())))
+
+    def to_numpy(self, array: Array) -> NDArray[Any]:
+        """Return the values on the host."""
+        return np.asarray(array)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return jnp.matmul(a, b)."""
+        return jnp.matmul(a, b)
+
+    def native(self, problem: Problem) -> Plan:
+        """Return jnp.matmul itself, or with what has to follow it."""
+        plain = problem.bias is None and problem.activation is None
+        own = self.promote(problem.a.dtype, problem.b.dtype)
+        return jnp.matmul if plain and problem.out_dtype == own else _native(self, problem)
+
+    def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
+        """Return activation(product + bias), computed in float32 or wider."""
+        if bias is None and problem.activation is None:
+            return product.astype(problem.out_dtype)
+        wide = product.dtype if product.dtype.name in ("float64", "complex64", "complex128") else np.dtype("float32")
+        value = product.astype(wide)
+        value = value if bias is None else value + bias.astype(wide)
+        return _activate(value, problem.activation).astype(problem.out_dtype)
+
+    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+        """Return `plan` compiled once, with the native product's derivatives."""
+        return _differentiable(plan, native, problem.bias is not None)
+
+    def measurable(self, a: Any) -> str | None:
+        """Return None: measuring has a thread of its own."""
+        return None
+
+    def sample(self, problem: Problem, a: Array, b: Array, seed: int) -> tuple[Array, Array]:
+        """Return normal random arrays of the shapes and dtypes of a and b."""
+        first, second = jax.random.split(jax.random.key(seed))
+        return self._normal(first, a), self._normal(second, b)
+
+    def _normal(self, key: Array, like: Array) -> Array:
+        if jnp.issubdtype(like.dtype, jnp.floating):
+            values = jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
+        else:
+            values = jax.random.randint(key, like.shape, 0, 8).astype(like.dtype)
+        return values if isinstance(like, jax.core.Tracer) else jax.device_put(values, like.sharding)
+
+    def stopwatch(self, calls: Sequence[Call], memory_bytes: int) -> JaxDeviceClock | JaxWallClock:
+        """Return chained device time on a GPU, a wall clock on the CPU."""
+        on_gpu = any(device.platform == "gpu" for x in jax.tree.leaves(calls[0][1]) for device in x.devices())
+        return JaxDeviceClock(calls, memory_bytes) if on_gpu else JaxWallClock(calls)
+
+    def reference(self, a_rows: Array, b: Array) -> NDArray[Any]:
+        """Return the float64 product, computed where the arrays are, a slice of columns at a time."""
+        with jax.enable_x64(True):
+            step = max(1, (1 << 23) // max(1, b.shape[0]))
+            a64 = a_rows.astype(np.float64)
+            dot = partial(jnp.matmul, precision="highest")
+            parts = [dot(a64, b[:, i : i + step].astype(np.float64)) for i in range(0, b.shape[1], step)]
+            return np.concatenate([np.asarray(part) for part in parts], 1)
+
+    def isolated(self, work: Callable[[], Any]) -> Any:
+        """Return work() from a fresh thread, where no trace is active, with this thread's x64 and precision."""
+        x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+        result: list[Any] = []
+        failure: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+                    result.append(work())
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                failure.append(error)
+
+        thread = threading.Thread(target=body, name="dispatch-measuring", daemon=True)
+        thread.start()
+        thread.join()
+        if failure:
+            raise failure[0]
+        return result[0]
+
+    def versions(self, array: Array) -> dict[str, str]:
+        """Return versions, device, driver and the settings that change a product."""
+        device = _default_device() if isinstance(array, jax.core.Tracer) else next(iter(array.devices()))
+        facts = {
+            "jax": jax.__version__,
+            "jaxlib": jax.lib.__version__,
+            "x64": str(jax.config.jax_enable_x64),
+            "precision": str(jax.config.jax_default_matmul_precision),
+            "device": device.device_kind,
+        }
+        if device.platform != "gpu":
+            return facts
+        return {**facts, "platform": str(device.client.platform_version).replace("\n", " ")}
+
+    def synchronize(self, array: Array) -> None:
+        """Wait for the array."""
+        if not isinstance(array, jax.core.Tracer):
+            array.block_until_ready()
+
+
+def _default_device() -> Any:
+    return jax.config.jax_default_device or jax.devices()[0]
+
+
+def _device_arch(device: Any) -> Arch:
+    if device.platform == "gpu":
+        return Arch.cuda(*map(int, device.compute_capability.split(".")))
+    return cpu_arch() if device.platform == "cpu" else Arch(device.platform)
+
+
+def _device_name(device: Any) -> str:
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    return platform if platform == "cpu" and device.id == 0 else f"{platform}:{device.id}"
+
+
+def _activate(x: Array, activation: str | None) -> Array:
+    if activation is None:
+        return x
+    if activation in ("gelu", "gelu_tanh"):
+        return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+    return jax.nn.relu(x) if activation == "relu" else jax.nn.silu(x)
+
+
+@cache
+def _native(room: JaxRoom, problem: Problem) -> Plan:
+    own = room.promote(problem.a.dtype, problem.b.dtype)
+    wider = problem.out_dtype in ("float32", "float64") and own in ("float16", "bfloat16", "float32")
+    preferred = problem.out_dtype if wider else None
+
+    def native(a: Array, b: Array, bias: Array | None = None) -> Array:
+        return room.epilogue(jnp.matmul(a, b, preferred_element_type=preferred), problem, bias)
+
+    return native
+
+
+def _differentiable(plan: Plan, native: Plan, biased: bool) -> Plan:
+    """Return `plan` whose tangents are the native product's: forward and reverse mode both work."""
+
+    def run(*operands: Any) -> Any:
+        return plan(*operands)
+
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        return run_jvp(*primals), jax.jvp(native, primals, tangents)[1]
+
+    run_jvp = jax.custom_jvp(run)
+    run_jvp.defjvp(rule)
+    compiled = jax.jit(run_jvp)
+
+    def product(a: Any, b: Any, bias: Any = None) -> Any:
+        return compiled(a, b, bias) if biased else compiled(a, b)
+
+    return product
+
+
+ROOM = JaxRoom()

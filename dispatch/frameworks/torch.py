@@ -1,0 +1,306 @@
+"""The room of torch, on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.autograd import forward_ad
+
+from dispatch._arch import Arch, cpu_arch
+from dispatch._backend import Plan
+from dispatch._problem import Operand, Problem
+from dispatch.frameworks import _torch_autograd as autograd
+from dispatch.frameworks._clock import Call, WallClock
+from dispatch.frameworks._layout import layout_of
+from dispatch.frameworks._torch_clock import CudaClock
+
+Tensor = torch.Tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
+_functorch = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
+_is_compiling = torch.compiler.is_compiling
+
+
+class TorchRoom:
+    """torch tensors."""
+
+    name = "torch"
+    xp = torch
+
+    def is_array_type(self, kind: type) -> bool:
+        """Return whether it is Tensor or a subclass."""
+        return issubclass(kind, Tensor)
+
+    def key(self, a: Tensor, b: Tensor) -> Hashable | None:
+        """Return dtypes, shapes, strides, devices and the modes that matter.
+
+        None, and so the native product, where something else interprets the call: torch.compile, functorch
+        transforms, forward-mode AD, a dispatch mode (fake tensors, tracing), a subclass or a sparse tensor.
+        """
+        if _is_compiling() or _functorch() is not None or _modes() or forward_ad._current_level >= 0:
+            return None
+        if type(a) not in _PLAIN or type(b) not in _PLAIN:
+            return None
+        if _any_autocast():
+            return self._slow_key(a, b)
+        try:
+            layouts = a.shape, a.stride(), b.shape, b.stride()
+        except RuntimeError:  # a sparse tensor has no strides
+            return None
+        grad = _grad_enabled() and (a.requires_grad or b.requires_grad)
+        return a.dtype, b.dtype, layouts, a.get_device(), b.get_device(), grad
+
+    def _slow_key(self, a: Tensor, b: Tensor) -> Hashable | None:
+        if a.layout is not torch.strided or b.layout is not torch.strided:
+            return None
+        kinds = tuple((x.dtype, x.shape, x.stride(), x.device, x.requires_grad, self.effective(x)) for x in (a, b))
+        return (*kinds, _grad_enabled())
+
+    def dtype_name(self, array: Tensor) -> str:
+        """Return the dtype's name."""
+        return _dtype_name(array.dtype)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return torch's dtype of that name."""
+        found = getattr(torch, name, None)
+        if not isinstance(found, torch.dtype):
+            raise TypeError(f"torch has no dtype {name!r}")
+        return found
+
+    def name_of_dtype(self, dtype: Any) -> str:
+        """Return the name of a torch dtype or the name itself."""
+        return _dtype_name(self.dtype(dtype) if isinstance(dtype, str) else dtype)
+
+    def cast(self, array: Tensor, dtype: str) -> Tensor:
+        """Return array.to(dtype)."""
+        return array.to(self.dtype(dtype))
+
+    def device(self, array: Tensor) -> str:
+        """Return torch's name of the device."""
+        return str(array.device)
+
+    def arch(self, array: Tensor) -> Arch:
+        """Return the compute capability's arch, or the processor's."""
+        if array.device.type == "cuda":
+            return _cuda_arch(array.device.index or 0)
+        return cpu_arch() if array.device.type == "cpu" else Arch(array.device.type)
+
+    def archs(self) -> list[Arch]:
+        """Return the processor's arch and every GPU's."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return [cpu_arch(), *dict.fromkeys(_cuda_arch(index) for index in range(count))]
+
+    def clash(self, arrays: Sequence[Tensor]) -> list[str] | None:
+        """Return the devices if there is more than one."""
+        devices = [str(array.device) for array in arrays]
+        return devices if len(set(devices)) > 1 else None
+
+    def operand(self, array: Tensor) -> Operand:
+        """Return the operand's facts."""
+        size = array.element_size()
+        strides = [stride * size for stride in array.stride()]
+        layout, alignment = layout_of(array.shape, strides, size, array.data_ptr())
+        return Operand(self.effective(array), tuple(array.shape[:-2]), layout, alignment)
+
+    def promote(self, a: str, b: str) -> str | None:
+        """Return the dtype if both are the same: torch multiplies nothing else."""
+        return a if a == b else None
+
+    def modes(self, a: Any, b: Any) -> tuple[str, ...]:
+        """Return `captured` under CUDA graph capture and `differentiated` where a gradient is wanted."""
+        grad = _grad_enabled() and any(getattr(x, "requires_grad", False) for x in (a, b))
+        return (("captured",) if self.measurable(a) else ()) + (("differentiated",) if grad else ())
+
+    def effective(self, array: Tensor) -> str:
+        """Return autocast's dtype where it would cast this tensor, else its own."""
+        kind = array.device.type
+        if not _any_autocast() or not torch.is_autocast_enabled(kind):
+            return self.dtype_name(array)
+        if array.is_floating_point() and array.dtype is not torch.float64 and array.element_size() > 1:
+            return _dtype_name(torch.get_autocast_dtype(kind))
+        return self.dtype_name(array)
+
+    def asarray(self, values: NDArray[Any], like: Tensor) -> Tensor:
+        """Return the values on the device of `like`; ml_dtypes' dtypes become torch's."""
+        name = values.dtype.name
+        if hasattr(torch, name) and values.dtype.kind == "V":
+            view = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+            return torch.from_numpy(view.copy()).view(self.dtype(name)).to(like.device)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
+
+    def to_numpy(self, array: Tensor) -> NDArray[Any]:
+        """Return the values on the host; bfloat16 and FP8 as ml_dtypes'."""
+        host = array.detach().cpu().contiguous()
+        try:
+            return np.asarray(host.numpy())
+        except TypeError:
+            from dispatch.frameworks import framework
+
+            bits = host.view(torch.uint8 if host.element_size() == 1 else torch.int16).numpy()
+            return np.asarray(bits.view(framework("numpy").dtype(self.dtype_name(array))))
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return torch.matmul(a, b)."""
+        return torch.matmul(a, b)
+
+    def native(self, problem: Problem) -> Plan:
+        """Return torch.matmul itself, or with what has to follow it."""
+        plain = problem.bias is None and problem.activation is None
+        return torch.matmul if plain and problem.out_dtype == problem.a.dtype else _native(self, problem)
+
+    def epilogue(self, product: Tensor, problem: Problem, bias: Tensor | None) -> Tensor:
+        """Return activation(product + bias), computed in float32 or wider."""
+        out = self.dtype(problem.out_dtype)
+        if bias is None and problem.activation is None:
+            return product.to(out)
+        with torch.autocast(product.device.type, enabled=False):
+            wide = torch.float64 if product.dtype is torch.float64 else torch.float32
+            value = product.to(wide)
+            value = value if bias is None else value + bias.to(wide)
+            return autograd.activate(value, problem.activation).to(out)
+
+    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+        """Return `plan` under autograd and autocast."""
+        device = problem.device.partition(":")[0]
+        if _any_autocast() and torch.is_autocast_enabled(device):
+            plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))
+        if "differentiated" in problem.modes:
+            return autograd.differentiable(plan, problem, again)
+        return plan
+
+    def measurable(self, a: Any) -> str | None:
+        """Return a reason while the current stream is captured."""
+        if getattr(a, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"
+        return None
+
+    def sample(self, problem: Problem, a: Tensor, b: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Return normal random operands with the strides of a and b."""
+        random = torch.Generator(device=a.device).manual_seed(seed)
+        return _normal(a, random), _normal(b, random)
+
+    def stopwatch(self, calls: Sequence[Call], memory_bytes: int) -> WallClock | CudaClock:
+        """Return CUDA events around graph replays, or a wall clock on the CPU."""
+        device = next((x.device for x in calls[0][1] if isinstance(x, Tensor)), None)
+        return CudaClock(calls, device, memory_bytes) if device and device.type == "cuda" else WallClock(calls)
+
+    def reference(self, a_rows: Tensor, b: Tensor) -> NDArray[Any]:
+        """Return the float64 product, computed where the tensors are, a slice of columns at a time."""
+        step = max(1, (1 << 23) // max(1, b.shape[0]))
+        a64 = a_rows.double()
+        parts = [a64 @ b[:, i : i + step].double() for i in range(0, b.shape[1], step)]
+        return np.asarray(torch.cat(parts, 1).cpu().numpy())
+
+    def isolated(self, work: Callable[[], Any]) -> Any:
+        """Return work() without gradients, inference mode or autocast."""
+        with torch.inference_mode(False), torch.no_grad():
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return work()
+
+    def versions(self, array: Tensor) -> dict[str, str]:
+        """Return versions, device, driver and the flags that change a product."""
+        cuda = torch.backends.cuda.matmul
+        flags = (cuda.allow_tf32, cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction)
+        facts = {
+            "torch": torch.__version__,
+            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+            "float32_precision": torch.get_float32_matmul_precision(),
+        }
+        if array.device.type != "cuda":
+            return {**facts, "threads": str(torch.get_num_threads()), "mkldnn": str(torch.backends.mkldnn.enabled)}
+        return {
+            **facts,
+            "cuda": str(torch.version.cuda),
+            "driver": driver_version(),
+            "device": torch.cuda.get_device_name(array.device),
+            "flags": ",".join(map(str, flags)),
+        }
+
+    def synchronize(self, array: Tensor) -> None:
+        """Wait for the device."""
+        if array.is_cuda:
+            torch.cuda.synchronize(array.device)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype!r} is not a torch dtype")
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _cuda_arch(index: int) -> Arch:
+    return Arch.cuda(*torch.cuda.get_device_capability(index))
+
+
+@cache
+def driver_version() -> str:
+    """Return the NVIDIA driver's version, or `unknown`."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            return file.readline().split("Module")[-1].split()[0]
+    except (OSError, IndexError):
+        return "unknown"
+
+
+@cache
+def _native(room: TorchRoom, problem: Problem) -> Plan:
+    own = room.dtype(problem.a.dtype)
+    wide = problem.out_dtype in ("float32", "float64") and problem.a.dtype != problem.out_dtype
+    wider = room.dtype(problem.out_dtype) if wide and own.is_floating_point else None
+
+    def native(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        if wider is None:
+            product = torch.matmul(a, b)
+        elif a.is_cuda and a.dim() == b.dim() == 2 and wider is torch.float32 and a.element_size() == 2:
+            product = _mm_to_float32(a, b)
+        else:
+            with torch.autocast(a.device.type, enabled=False):
+                product = torch.matmul(a.to(own).to(wider), b.to(own).to(wider))
+        return room.epilogue(product, problem, bias)
+
+    return native
+
+
+def _mm_to_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return the float32 product of 16-bit matrices; torch's own op for it has no derivative."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return torch.matmul(a.float(), b.float())
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _without_autocast(plan: Plan, device: str, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Plan:
+    def casting(a: Any, b: Any, bias: Any = None) -> Any:
+        with torch.autocast(device, enabled=False):
+            x = a.to(a_dtype) if isinstance(a, Tensor) else a
+            y = b.to(b_dtype) if isinstance(b, Tensor) else b
+            return plan(x, y) if bias is None else plan(x, y, bias)
+
+    return casting
+
+
+def _normal(like: Tensor, random: torch.Generator) -> Tensor:
+    """Return normal values (small integers for an integer dtype) with the shape and strides of `like`."""
+    stride = like.stride()
+    shape = [1 if step == 0 else size for size, step in zip(like.shape, stride, strict=True)]
+    if like.dtype.is_floating_point:
+        values = torch.randn(shape, generator=random, device=like.device)
+    else:
+        values = torch.randint(0, 8, shape, generator=random, device=like.device)
+    out = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+    try:
+        out.copy_(values)
+    except RuntimeError:  # overlapping strides cannot be written
+        out = values.to(like.dtype)
+    return out.expand(like.shape)
+
+
+ROOM = TorchRoom()

@@ -1,0 +1,220 @@
+"""One problem measured: each candidate's error on the caller's operands, then all latencies, interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dispatch._decision import as_good, narrower
+from dispatch._measurement import BASELINE, Candidate, Error, Measurement
+from dispatch._operands import array_of, decode, decoded, native
+from dispatch._problem import Problem
+from dispatch.measuring.error import Float64, Truth, compare, finite_fault, truth
+from dispatch.measuring.latency import Timing, measure_latency
+from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
+
+if TYPE_CHECKING:
+    from dispatch._backend import Plan
+    from dispatch._policy import Policy
+    from dispatch.frameworks import Framework
+
+Operands = tuple[Any, ...]
+"""a and b, and the bias where the problem has one."""
+
+
+@dataclass(slots=True)
+class Table:
+    """What was measured of BASELINE and each candidate, and what failed, with the reason.
+
+    own_errors: the errors on the caller's data where that is degenerate; the measurements then hold those on random
+    data.
+    """
+
+    measurements: dict[Candidate, Measurement] = field(default_factory=dict)
+    own_errors: dict[Candidate, Error] = field(default_factory=dict)
+    faults: dict[Candidate, str] = field(default_factory=dict)
+    out_of_memory: dict[Candidate, str] = field(default_factory=dict)
+
+    def blame(self, candidate: Candidate, error: BaseException) -> None:
+        """Record what a candidate raised; a KeyboardInterrupt is nobody's fault and is raised again."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        where = self.out_of_memory if is_out_of_memory(error) else self.faults
+        where[candidate] = f"{type(error).__name__}: {error}"[:500]
+
+    def failed(self, candidate: Candidate) -> bool:
+        """Return whether something went wrong with it."""
+        return candidate in self.faults or candidate in self.out_of_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A candidate, its plan, and a function that gives it operands as that plan takes them."""
+
+    candidate: Candidate
+    plan: Plan
+    operands: Callable[[Operands], Operands]
+
+
+def measure(
+    room: Framework, problem: Problem, entrants: Sequence[Entrant], operands: Operands, policy: Policy, table: Table
+) -> None:
+    """Fill `table` with the latency and error of the baseline and `entrants` on `operands`, in canonical shapes.
+
+    operands: the caller's own; under tracing concrete random ones. Never raises for a candidate's fault.
+    """
+    base = _Baseline(room, problem, operands)
+    errors, degenerate = _errors(base, entrants, operands, table)
+    data = "random" if degenerate or "traced" in problem.modes else "caller"
+    if degenerate:  # says nothing of other data
+        table.own_errors = errors
+        other = random_operands(room, problem, operands)
+        errors, _ = _errors(_Baseline(room, problem, other), entrants, other, table)
+    able = [entrant for entrant in entrants if not table.failed(entrant.candidate)]
+    timings = _timed(base, able, operands, errors, policy, table)
+    for candidate, timing in timings.items():
+        table.measurements[candidate] = Measurement(
+            latency_us=timing.latency_us,
+            median_us=timing.median_us,
+            spread_us=timing.spread_us,
+            rounds=timing.rounds,
+            speedup=timing.speedup,
+            error=errors[candidate],
+            error_data=data,
+            settled=timing.settled,
+        )
+
+
+def _timed(
+    base: _Baseline,
+    able: list[Entrant],
+    operands: Operands,
+    errors: dict[Candidate, Error],
+    policy: Policy,
+    table: Table,
+) -> dict[Candidate, Timing]:
+    """Return the timings; a candidate that fails only now (in a graph, in its tenth run) is blamed and left out."""
+    while True:
+        calls = [(base.call, base.operands), *((e.plan, e.operands(operands)) for e in able)]
+        gates = [1.0, *(_gate(base.given, e.candidate, errors, policy) for e in able)]
+        guarded = [(_named(plan, index), given) for index, (plan, given) in enumerate(calls)]
+        try:
+            stopwatch = base.room.stopwatch(guarded, policy.tuning.memory_mb << 20)
+            timings = measure_latency(stopwatch, gates, policy.tuning.budget_ms)
+        except _CandidateError as error:
+            if error.index == 0:
+                raise error.cause from None
+            table.blame(able.pop(error.index - 1).candidate, error.cause)
+        else:
+            return dict(zip((BASELINE, *(e.candidate for e in able)), timings, strict=True))
+
+
+class _CandidateError(Exception):
+    def __init__(self, index: int, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.index, self.cause = index, cause
+
+
+def _named(plan: Plan, index: int) -> Plan:
+    """Return `plan` whose errors say which call of the stopwatch they come from."""
+
+    def call(*operands: Any) -> Any:
+        try:
+            return plan(*operands)
+        except Exception as error:
+            raise _CandidateError(index, error) from error
+
+    return call
+
+
+def _gate(problem: Problem, candidate: Candidate, errors: dict[Candidate, Error], policy: Policy) -> float:
+    lossless = not narrower(problem, candidate) and as_good(errors[candidate], errors[BASELINE], policy.error.metric)
+    return policy.gate.min_speedup_lossless if lossless else policy.gate.min_speedup
+
+
+class _Baseline:
+    """The framework's own product on decoded operands, which are decoded once, outside of any timing."""
+
+    def __init__(self, room: Framework, problem: Problem, operands: Operands) -> None:
+        self.room = room
+        self.given = problem
+        self.problem = decoded(problem)
+        self.call = native(self.problem)
+        a, b, *bias = operands
+        plain = self.problem
+        self.operands: Operands = (decode(room, a, plain.a.dtype), decode(room, b, plain.b.dtype), *bias)
+
+    def truth(self) -> tuple[Truth, Float64]:
+        """Return the reference, and the baseline's own values at the same rows."""
+        reference = truth(self.room, self.problem, *self.operands)
+        return reference, reference.sampled(self.room, self.call(*self.operands))
+
+
+def _errors(
+    base: _Baseline, entrants: Sequence[Entrant], operands: Operands, table: Table
+) -> tuple[dict[Candidate, Error], bool]:
+    """Return every error by candidate, BASELINE's included, and whether the operands are degenerate."""
+    reference, own = base.truth()
+    errors = {BASELINE: compare(own, reference.values, own)}
+    for entrant in entrants:
+        if table.failed(entrant.candidate):
+            continue
+        try:
+            out = entrant.plan(*entrant.operands(operands))
+            fault = _fault(base.room, base.problem, out)
+            found = None if fault else reference.sampled(base.room, out)
+        except BaseException as error:  # a plugin's code may raise anything
+            table.blame(entrant.candidate, error)
+            continue
+        if found is not None and finite_fault(found, own) and np.isfinite(reference.values).all():
+            fault = "returned values that are not finite where the framework's own product is"
+        if fault is not None or found is None:
+            table.faults[entrant.candidate] = str(fault)
+        else:
+            errors[entrant.candidate] = compare(found, reference.values, own)
+    return errors, reference.degenerate
+
+
+def _fault(room: Framework, problem: Problem, out: Any) -> str | None:
+    """Return how a plan's result differs from what was asked for, or None."""
+    if not room.is_array_type(type(out)):
+        return f"returned {type(out).__name__}, not an array of {room.name}"
+    found = (tuple(out.shape), room.dtype_name(out), room.device(out))
+    wanted = ((*problem.batch, problem.m, problem.n), problem.out_dtype, problem.device)
+    for name, has, needs in zip(("shape", "dtype", "device"), found, wanted, strict=True):
+        if has != needs:
+            return f"returned {name} {has}, not {needs}"
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error speaks of memory: MemoryError, torch's OutOfMemoryError, JAX's RESOURCE_EXHAUSTED."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or "OutOfMemory" in type(error).__name__
+        or "RESOURCE_EXHAUSTED" in text
+        or "out of memory" in text.lower()
+    )
+
+
+def random_operands(room: Framework, problem: Problem, operands: Operands) -> Operands:
+    """Return concrete normal operands of the same kind, ScaledArrays and prepared ones included; a bias of zeros."""
+    a, b, *bias = operands
+    arrays = [_stand_in(room, x) for x in (a, b)]
+    made = []
+    for given, values in zip((a, b), room.sample(problem, *arrays, seed=problem.k), strict=True):
+        if isinstance(given, ScaledArray):
+            made.append(quantize(values, given.recipe, axis=given.axis))
+        else:
+            made.append(prepare(values) if isinstance(given, PreparedOperand) else values)
+    zeros = [room.cast(room.asarray(np.zeros(x.shape, np.float32), array_of(made[0])), room.dtype_name(x)) for x in bias]
+    return (*made, *zeros)
+
+
+def _stand_in(room: Framework, operand: Any) -> Any:
+    """Return an array with the shape, dtype and device that random values are wanted for."""
+    return room.cast(operand.data, operand.dtype) if isinstance(operand, ScaledArray) else array_of(operand)

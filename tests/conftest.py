@@ -1,0 +1,54 @@
+"""What every test run starts from: an empty cache folder, no policy of the user's, a choice of marked tests."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+_cache = tempfile.TemporaryDirectory(prefix="dispatch-tests-")
+os.environ["DISPATCH_CACHE_DIR"] = _cache.name  # before anything imports dispatch
+os.environ.pop("DISPATCH_POLICY", None)
+
+_COUNT_GPUS = """
+import ctypes
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+print(0 if failed else count.value)
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder() -> Iterator[str]:
+    """The session's cache folder; removed at the end."""
+    yield _cache.name
+    _cache.cleanup()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `slow` unless -m names it, and `gpu` without a GPU; fail if -m asks for a GPU that is not there."""
+    expression = config.option.markexpr
+    if re.search(r"(?<!not )\bgpu\b", expression) and not _has_gpu():
+        raise pytest.UsageError(f"-m {expression!r} asks for gpu tests, but the CUDA driver finds no device here")
+    left_out = set()
+    if not re.search(r"\bslow\b", expression):
+        left_out |= {item for item in items if item.get_closest_marker("slow")}
+    gpu = {item for item in items if item.get_closest_marker("gpu")}
+    if gpu and not _has_gpu():
+        left_out |= gpu
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    # In a process of its own: once cuInit has run, forked children cannot use CUDA.
+    found = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False)
+    return found.returncode == 0 and int(found.stdout) > 0

@@ -1,10 +1,22 @@
 """Matrix products by the fastest route that is accurate enough, and the reason why."""
 
-from dispatch._api import BackendInfo, backends, explain, forget, matmul, stats
+from dispatch._api import (
+    BackendInfo,
+    backends,
+    clear_store,
+    explain,
+    forget,
+    matmul,
+    register,
+    stats,
+    stored,
+    unregister,
+)
 from dispatch._arch import Arch
 from dispatch._backend import Backend, Capability, Plan, Rejection, closest
 from dispatch._decision import Decision, Verdict, decide
 from dispatch._errors import MixedArraysError, NoBackendError, NotLockedError, UnsupportedDtypeError
+from dispatch._explain import rows as table_rows
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch._operands import native
 from dispatch._policy import Policy, PolicyError, current_policy, load_policy, use_policy
@@ -12,7 +24,7 @@ from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
 from dispatch._recipe import RecipePair, ScalingRecipe
 from dispatch._registry import PluginWarning, hookimpl
 from dispatch._store import StoreWarning
-from dispatch.frameworks import framework
+from dispatch.frameworks import framework, installed, machine
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 
 __version__ = "0.1.0"
@@ -48,6 +60,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "backends",
+    "clear_store",
     "closest",
     "current_policy",
     "decide",
@@ -55,11 +68,17 @@ __all__ = [
     "forget",
     "framework",
     "hookimpl",
+    "installed",
     "load_policy",
+    "machine",
     "matmul",
     "native",
     "prepare",
     "quantize",
+    "register",
     "stats",
+    "stored",
+    "table_rows",
+    "unregister",
     "use_policy",
 ]

@@ -13,11 +13,10 @@ from dispatch._engine import Engine, Options, Resolved
 from dispatch._errors import UnsupportedDtypeError
 from dispatch._operands import array_of, native
 from dispatch._policy import ACTIVE, Policy, current_policy, load_policy
-from dispatch._registry import Registry
+from dispatch._registry import Registry, hookimpl
 from dispatch._request import Request, describe, request
 from dispatch._store import DecisionStore
-from dispatch.frameworks import framework as room_of
-from dispatch.frameworks import installed
+from dispatch.frameworks import machine
 from dispatch.measuring.session import is_out_of_memory
 from dispatch.quantization import PreparedOperand, ScaledArray
 
@@ -244,7 +243,7 @@ def forget() -> None:
 
 def engine() -> Engine:
     """Return the process's engine, made at first use."""
-    global _engine  # noqa: PLW0603
+    global _engine
     if _engine is None:
         _engine = Engine(Registry(), DecisionStore(), matmul)
     return _engine
@@ -269,18 +268,13 @@ class BackendInfo:
 def backends() -> list[BackendInfo]:
     """Return every backend in the stable order, with why not where it cannot work here, and what failed to load."""
     own = engine()
-    archs = machine_archs()
+    archs = machine()["archs"]
     found = []
     for name, registered in own.registry.backends.items():
         statuses = sorted({capability.status for capability in registered.backend.capabilities})
         why = own.quarantine.get(name) or _unavailable(registered.backend, archs)
         found.append(BackendInfo(name, registered.distribution, registered.version, "/".join(statuses), why))
     return found + [BackendInfo(x.name, x.distribution, "", "failed", x.reason) for x in own.registry.faults]
-
-
-def machine_archs() -> dict[str, list[str]]:
-    """Return this machine's archs by installed framework; imports the frameworks."""
-    return {name: [str(arch) for arch in room_of(name).archs()] for name in installed()}
 
 
 def _unavailable(backend: Backend, archs: dict[str, list[str]]) -> str | None:
@@ -307,3 +301,48 @@ def stats() -> dict[str, Any]:
         "faults": [f"{fault.name} of {fault.distribution}: {fault.reason}" for fault in own.registry.faults],
         "store": {"path": str(own.store.path), "state": own.store.state},
     }
+
+
+def register(plugin: Any, *, distribution: str = "caller") -> None:
+    """Register a Backend, or a module or object with hook implementations, in this process.
+
+    For notebooks and tests; a package declares an entry point in the group `dispatch.backends` instead.
+    """
+    name = getattr(plugin, "name", None) or getattr(plugin, "__name__", type(plugin).__name__)
+    engine().registry.add(_Single(plugin) if isinstance(plugin, Backend) else plugin, name, distribution)
+    forget()
+
+
+def unregister(name: str, *, distribution: str = "caller") -> None:
+    """Take out what `register` put in under that name, and forget its quarantine."""
+    engine().registry.remove(name, distribution)
+    engine().quarantine.pop(name, None)
+    forget()
+
+
+class _Single:
+    """A plugin of one backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @hookimpl
+    def dispatch_backends(self) -> list[Backend]:
+        return [self._backend]
+
+
+def stored() -> list[Decision]:
+    """Return the decisions in the store; records that this version cannot read are left out."""
+    found = []
+    for _, record in engine().store.entries():
+        try:
+            found.append(Decision.from_dict(record["decision"]))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+def clear_store() -> int:
+    """Forget every decision, in this process and in the store; return how many the store held."""
+    forget()
+    return engine().clear()

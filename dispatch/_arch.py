@@ -44,7 +44,11 @@ def cpu_arch() -> Arch:
     """
     flags = _cpu_flags()
     order = (
-        ("amx_bf16", "amx"), ("avx512_bf16", "avx512bf16"), ("avx512f", "avx512"), ("avx2", "avx2"), ("sve", "sve"),
+        ("amx_bf16", "amx"),
+        ("avx512_bf16", "avx512bf16"),
+        ("avx512f", "avx512"),
+        ("avx2", "avx2"),
+        ("sve", "sve"),
         ("asimd", "neon"),
     )
     for flag, name in order:

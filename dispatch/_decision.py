@@ -20,8 +20,8 @@ LOSSLESS_RATIO = 1.25  # of the baseline's own error: at most that much is no lo
 class Verdict:
     """What became of one candidate, and why: its measurement, or the rejections that kept it from one.
 
-    outcome: `chosen`, `passed` (both gates, but not the fastest), `too slow`, `too wrong`, `rejected` or
-    `not measured`.
+    outcome: `chosen`, `passed` (both gates, but not the fastest), `too slow`, `too wrong`, `baseline` (it is the
+    framework's own product), `rejected` or `not measured`.
     """
 
     candidate: Candidate
@@ -158,9 +158,7 @@ def decide(
 class _Judge:
     """The gates of one policy over one table of measurements."""
 
-    def __init__(
-        self, problem: Problem, measurements: Mapping[Candidate, Measurement | None], policy: Policy
-    ) -> None:
+    def __init__(self, problem: Problem, measurements: Mapping[Candidate, Measurement | None], policy: Policy) -> None:
         self.problem = problem
         self.measurements = measurements
         self.policy = policy
@@ -198,7 +196,7 @@ class _Judge:
         found, own = self.of(candidate), self.baseline
         if found is None or found.error is None or own is None or own.error is None:
             return False
-        return as_good(found.error, own.error, self.policy.error.metric)
+        return as_good(found.error, own.error, own.rounding, self.policy.error.metric)
 
     def fast(self, candidate: Candidate) -> bool:
         """Return whether its speedup passes the gate, and its gain is more than noise."""
@@ -212,6 +210,8 @@ class _Judge:
         found = self.of(candidate)
         if found is None:
             return Verdict(candidate, "not measured", "not measured")
+        if found is self.baseline:
+            return Verdict(candidate, "baseline", "the framework's own product", found)
         accurate, fast = self.accurate(candidate), self.fast(candidate)
         figures = f"{found.speedup:.2f}x, {self._error(candidate)}"
         if accurate and fast:
@@ -270,13 +270,15 @@ class _Judge:
     def _why(self, verdicts: Sequence[Verdict]) -> str:
         """Return why nothing passed, by the candidate that came closest."""
         wrong = [v for v in verdicts if v.outcome == "too wrong" and self.fast(v.candidate)]
-        slow = [v for v in verdicts if v.outcome == "too slow" and self.of(v.candidate) is not self.baseline]
+        slow = [v for v in verdicts if v.outcome == "too slow" and v.candidate.backend != "bf16_fallback"]
         slow = slow or [v for v in verdicts if v.outcome == "too wrong"]
         for group in (wrong, slow):
             if group:
                 best = max(group, key=lambda v: (v.measurement.speedup if v.measurement else 0.0, str(v.candidate)))
                 return f"{best.reason} ({best.candidate})"
-        waiting = [v.candidate for v in verdicts if v.outcome == "not measured" and v.candidate.backend != "bf16_fallback"]
+        waiting = [
+            v.candidate for v in verdicts if v.outcome == "not measured" and v.candidate.backend != "bf16_fallback"
+        ]
         if waiting:
             return f"not measured: {', '.join(map(str, waiting))}"
         rejected = [v for v in verdicts if v.outcome == "rejected"]
@@ -301,9 +303,13 @@ def narrower(problem: Problem, candidate: Candidate) -> bool:
     return candidate.scaled and not (problem.a.encoded and problem.b.encoded)
 
 
-def as_good(error: Error, baseline: Error, metric: str) -> bool:
-    """Return whether an error is at most LOSSLESS_RATIO times the baseline's own."""
-    return error.value(metric) <= LOSSLESS_RATIO * baseline.value(metric)
+def as_good(error: Error, baseline: Error, rounding: Error | None, metric: str) -> bool:
+    """Return whether an error is at most LOSSLESS_RATIO times the baseline's own, or than rounding to out_dtype costs.
+
+    A baseline may hit every rounding of a sample, with an error of zero; a value on the other side of a tie is no loss.
+    """
+    allowed = max(e.value(metric) for e in (baseline, rounding) if e is not None)
+    return error.value(metric) <= LOSSLESS_RATIO * allowed
 
 
 def named(decision: Decision, candidate: Candidate) -> Decision:
@@ -323,4 +329,3 @@ def _us(latency_us: float) -> str:
         if latency_us < limit:
             return f"{latency_us / limit * 1e3:.3g} {unit}"
     return f"{latency_us / 1e6:.3g} s"
-

@@ -160,7 +160,9 @@ class Engine:
                 table.blame(candidate, error)
         call, room = case.call, case.call.room
         assert call.shapes is not None
-        operands = random_operands(room, case.problem, call.operands) if "traced" in case.problem.modes else call.operands
+        operands = (
+            random_operands(room, case.problem, call.operands) if "traced" in case.problem.modes else call.operands
+        )
         measure(room, case.problem, entrants, call.shapes.canonical(operands, room.xp), case.policy, table)
         return table
 
@@ -187,6 +189,11 @@ class Engine:
         assert call.shapes is not None
         given = (tuple(array_of(x).shape) for x in (call.a, call.b))
         return reshaping(serving, *given, call.shapes, call.room.xp)
+
+    def clear(self) -> int:
+        """Forget every decision; return how many the store held."""
+        self._memory.clear()
+        return self.store.clear()
 
     def condemn(self, backend: str, error: BaseException) -> None:
         """Quarantine `backend` for what it raised; raise it again if no plugin is to blame."""

@@ -65,8 +65,8 @@ class Measurement:
     latency_us: device time of one call, everything included: the least of the rounds on a CPU, their median on a GPU.
     median_us, spread_us: the median and the interquartile range of the rounds. speedup: baseline / candidate, from
     rounds interleaved with the baseline's. error_data: what the error was measured on, `caller`, `calibration` or
-    `random`. settled: False where least and median disagree about a gate: a tie, never stored. data: whether
-    they were `ordinary`, or `degenerate` (constant or zero: true for this call only).
+    `random`. settled: False where least and median disagree about a gate: a tie, never stored. rounding: of the
+    baseline alone, the error of the exact product rounded to out_dtype.
     """
 
     latency_us: float
@@ -77,7 +77,7 @@ class Measurement:
     error: Error | None = None
     error_data: str | None = None
     settled: bool = True
-    degenerate: bool = False
+    rounding: Error | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -86,5 +86,5 @@ class Measurement:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Return the measurement that `to_dict` wrote."""
-        error = data["error"]
-        return cls(**{**data, "error": None if error is None else Error(**error)})
+        errors = {name: None if data[name] is None else Error(**data[name]) for name in ("error", "rounding")}
+        return cls(**{**data, **errors})

@@ -130,7 +130,9 @@ class Registry:
 
     def _take(self, backend: Any, distribution: str, version: str) -> None:
         if not isinstance(backend, Backend):
-            raise TypeError(f"{backend!r} is no dispatch.Backend: it needs name, capabilities, rejections, prepare, plan")
+            raise TypeError(
+                f"{backend!r} is no dispatch.Backend: it needs name, capabilities, rejections, prepare, plan"
+            )
         kept = self._backends.get(backend.name)
         if kept is None:
             self._backends[backend.name] = Registered(backend, distribution, version)

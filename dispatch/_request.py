@@ -109,8 +109,8 @@ def _facing(side: str, operand: Any, axis: int) -> Any:
     if operand.recipe.granularity == "tensor" or (operand.recipe.granularity != "row" and height == width):
         return replace(operand, axis=axis)
     raise ValueError(
-        f"{side} is a ScaledArray with {operand.recipe} scales along axis {operand.axis}; as {side} it needs them along "
-        f"axis {axis}: quantize with axis={axis}, or pass {side}.dequantize()"
+        f"{side} is a ScaledArray with {operand.recipe} scales along axis {operand.axis}; as {side} it needs them "
+        f"along axis {axis}: quantize with axis={axis}, or pass {side}.dequantize()"
     )
 
 

@@ -25,13 +25,19 @@ class CpuBlas:
     capabilities = (
         Capability(frameworks=("torch",), archs=("cpu-*",), dtypes=FLOATS, out_dtypes=OUT),
         Capability(frameworks=("numpy",), archs=("cpu-*",), dtypes=("float16",), out_dtypes=("float16", "float32")),
-        Capability(frameworks=("torch", "numpy"), archs=("cpu-*",), dtypes=("int8",), out_dtypes=("int8",), activations=()),
-        Capability(frameworks=("torch", "numpy"), archs=("cpu-*",), dtypes=("uint8",), out_dtypes=("uint8",), activations=()),
+        Capability(
+            frameworks=("torch", "numpy"), archs=("cpu-*",), dtypes=("int8",), out_dtypes=("int8",), activations=()
+        ),
+        Capability(
+            frameworks=("torch", "numpy"), archs=("cpu-*",), dtypes=("uint8",), out_dtypes=("uint8",), activations=()
+        ),
     )
 
     def rejections(self, problem: Problem) -> Sequence[Rejection]:
         """Return why not: above all where the framework computes in float32 already."""
-        already = problem.framework == "jax" or (problem.framework == "numpy" and problem.a.dtype in FLOATS[:1] + FLOATS[2:])
+        already = problem.framework == "jax" or (
+            problem.framework == "numpy" and problem.a.dtype in FLOATS[:1] + FLOATS[2:]
+        )
         if already and problem.arch.startswith("cpu"):
             return [Rejection(f"{problem.framework}'s {problem.a.dtype} product", "already float32", "a narrower one")]
         found = closest(self.capabilities, problem)

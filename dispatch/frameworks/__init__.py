@@ -11,6 +11,7 @@ import sys
 from typing import Any, Final
 
 from dispatch.frameworks._base import Framework
+from dispatch.frameworks._driver import nvidia_driver
 
 NAMES: Final = ("numpy", "torch", "jax")
 _ROOTS: Final = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
@@ -30,6 +31,12 @@ def framework(name: str) -> Framework:
 def installed() -> tuple[str, ...]:
     """Return the names of the frameworks that can be imported here; imports none."""
     return tuple(name for name in NAMES if sys.modules.get(name) or _spec(name))
+
+
+def machine() -> dict[str, Any]:
+    """Return this machine: `archs` by installed framework, imported for it, and the NVIDIA `driver` or None."""
+    archs = {name: [str(arch) for arch in framework(name).archs()] for name in installed()}
+    return {"archs": archs, "driver": nvidia_driver()}
 
 
 def framework_of(array: Any) -> Framework | None:
@@ -57,4 +64,4 @@ def _find(kind: type) -> Framework | None:
     return None
 
 
-__all__ = ["NAMES", "Framework", "framework", "framework_of", "installed"]
+__all__ = ["NAMES", "Framework", "framework", "framework_of", "installed", "machine"]

@@ -108,6 +108,9 @@ class Framework(Protocol):
     def measurable(self, a: Array) -> str | None:
         """Return why nothing may be measured now (a graph is being captured ...), or None."""
 
+    def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Array:
+        """Return normal random values (integers of 0 to 7 for an integer dtype); device: the default one if None."""
+
     def sample(self, problem: Problem, a: Array, b: Array, seed: int) -> tuple[Array, Array]:
         """Return normal random operands of the problem's shapes, dtypes and layouts, on the device of a and b."""
 

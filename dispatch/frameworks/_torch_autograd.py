@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from dispatch._backend import Plan
 from dispatch._problem import Problem
@@ -18,8 +18,8 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
     if activation is None:
         return x
     if activation in ("gelu", "gelu_tanh"):
-        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return F.relu(x) if activation == "relu" else F.silu(x)
+        return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return functional.relu(x) if activation == "relu" else functional.silu(x)
 
 
 def differentiable(plan: Plan, problem: Problem, again: Plan) -> Plan:
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, bias, (given_a, given_b, _, activation, again) = inputs
         ctx.save_for_backward(a, b, bias)
         ctx.scaled = (None if a is not None else given_a, None if b is not None else given_b)

@@ -137,17 +137,24 @@ class JaxRoom:
         """Return None: measuring has a thread of its own."""
         return None
 
+    def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Array:
+        """Return random values from a key of its own."""
+        key = jax.random.key(seed)
+        if jnp.issubdtype(self.dtype(dtype), jnp.floating):
+            values = jax.random.normal(key, shape, jnp.float32).astype(dtype)
+        else:
+            values = jax.random.randint(key, shape, 0, 8).astype(dtype)
+        return values if device is None else jax.device_put(values, _device_named(device))
+
     def sample(self, problem: Problem, a: Array, b: Array, seed: int) -> tuple[Array, Array]:
         """Return normal random arrays of the shapes and dtypes of a and b."""
-        first, second = jax.random.split(jax.random.key(seed))
-        return self._normal(first, a), self._normal(second, b)
-
-    def _normal(self, key: Array, like: Array) -> Array:
-        if jnp.issubdtype(like.dtype, jnp.floating):
-            values = jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
-        else:
-            values = jax.random.randint(key, like.shape, 0, 8).astype(like.dtype)
-        return values if isinstance(like, jax.core.Tracer) else jax.device_put(values, like.sharding)
+        made = (self.normal(x.shape, self.dtype_name(x), seed + i) for i, x in enumerate((a, b)))
+        put = (
+            x if isinstance(like, jax.core.Tracer) else jax.device_put(x, like.sharding)
+            for like, x in zip((a, b), made, strict=True)
+        )
+        first, second = put
+        return first, second
 
     def stopwatch(self, calls: Sequence[Call], memory_bytes: int) -> JaxDeviceClock | JaxWallClock:
         """Return chained device time on a GPU, a wall clock on the CPU."""
@@ -173,7 +180,7 @@ class JaxRoom:
             try:
                 with jax.enable_x64(x64), jax.default_matmul_precision(precision):
                     result.append(work())
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            except BaseException as error:
                 failure.append(error)
 
         thread = threading.Thread(target=body, name="dispatch-measuring", daemon=True)
@@ -211,6 +218,14 @@ def _device_arch(device: Any) -> Arch:
     if device.platform == "gpu":
         return Arch.cuda(*map(int, device.compute_capability.split(".")))
     return cpu_arch() if device.platform == "cpu" else Arch(device.platform)
+
+
+def _device_named(name: str) -> Any:
+    for platform in dict.fromkeys((jax.default_backend(), "cpu")):
+        for device in jax.devices(platform):
+            if _device_name(device) == name:
+                return device
+    raise ValueError(f"JAX has no device {name!r} here")
 
 
 def _device_name(device: Any) -> str:

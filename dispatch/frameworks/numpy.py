@@ -138,17 +138,19 @@ class NumpyRoom:
         """Return None: NumPy can always be measured."""
         return None
 
-    def sample(self, problem: Problem, a: Any, b: Any, seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return normal random operands like a and b."""
-        random = np.random.default_rng(seed)
-        return self._normal(random, a), self._normal(random, b)
+    def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> NDArray[Any]:
+        """Return random values on the CPU."""
+        random, kind = np.random.default_rng(seed), self.dtype(dtype)
+        if kind.kind in "iu":
+            return random.integers(0, 8, shape).astype(kind)
+        return random.standard_normal(shape, dtype=np.float32).astype(kind)
 
-    def _normal(self, random: np.random.Generator, like: NDArray[Any]) -> NDArray[Any]:
-        if like.dtype.kind in "iu":
-            return random.integers(0, 8, like.shape).astype(like.dtype)
-        out = np.empty_like(like)  # keeps the layout
-        out[...] = random.standard_normal(like.shape, dtype=np.float32).astype(like.dtype)
-        return out
+    def sample(self, problem: Problem, a: Any, b: Any, seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return normal random operands like a and b, in their layout."""
+        made = [np.empty_like(x) for x in (a, b)]
+        for index, out in enumerate(made):
+            out[...] = self.normal(out.shape, self.dtype_name(out), seed + index)
+        return made[0], made[1]
 
     def stopwatch(self, calls: Sequence[Call], memory_bytes: int) -> WallClock:
         """Return a wall clock."""

@@ -16,6 +16,7 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks._clock import Call, WallClock
+from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
 
@@ -181,10 +182,27 @@ class TorchRoom:
             return "a CUDA graph is being captured"
         return None
 
+    def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Tensor:
+        """Return random values from a generator of its own."""
+        random, kind = torch.Generator(device or "cpu").manual_seed(seed), self.dtype(dtype)
+        if kind.is_floating_point or kind.is_complex:
+            return torch.randn(shape, generator=random, device=random.device).to(kind)
+        return torch.randint(0, 8, shape, generator=random, device=random.device).to(kind)
+
     def sample(self, problem: Problem, a: Tensor, b: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Return normal random operands with the strides of a and b."""
-        random = torch.Generator(device=a.device).manual_seed(seed)
-        return _normal(a, random), _normal(b, random)
+        return self._like(a, seed), self._like(b, seed + 1)
+
+    def _like(self, like: Tensor, seed: int) -> Tensor:
+        stride = like.stride()
+        shape = tuple(1 if step == 0 else size for size, step in zip(like.shape, stride, strict=True))
+        values = self.normal(shape, self.dtype_name(like), seed, str(like.device))
+        out = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+        try:
+            out.copy_(values)
+        except RuntimeError:  # overlapping strides cannot be written
+            out = values
+        return out.expand(like.shape)
 
     def stopwatch(self, calls: Sequence[Call], memory_bytes: int) -> WallClock | CudaClock:
         """Return CUDA events around graph replays, or a wall clock on the CPU."""
@@ -200,14 +218,18 @@ class TorchRoom:
 
     def isolated(self, work: Callable[[], Any]) -> Any:
         """Return work() without gradients, inference mode or autocast."""
-        with torch.inference_mode(False), torch.no_grad():
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                return work()
+        cpu, cuda = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
+        with torch.inference_mode(False), torch.no_grad(), cpu, cuda:
+            return work()
 
     def versions(self, array: Tensor) -> dict[str, str]:
         """Return versions, device, driver and the flags that change a product."""
         cuda = torch.backends.cuda.matmul
-        flags = (cuda.allow_tf32, cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction)
+        flags = (
+            cuda.allow_tf32,
+            cuda.allow_bf16_reduced_precision_reduction,
+            cuda.allow_fp16_reduced_precision_reduction,
+        )
         facts = {
             "torch": torch.__version__,
             "deterministic": str(torch.are_deterministic_algorithms_enabled()),
@@ -218,7 +240,7 @@ class TorchRoom:
         return {
             **facts,
             "cuda": str(torch.version.cuda),
-            "driver": driver_version(),
+            "driver": str(nvidia_driver()),
             "device": torch.cuda.get_device_name(array.device),
             "flags": ",".join(map(str, flags)),
         }
@@ -239,16 +261,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 @cache
 def _cuda_arch(index: int) -> Arch:
     return Arch.cuda(*torch.cuda.get_device_capability(index))
-
-
-@cache
-def driver_version() -> str:
-    """Return the NVIDIA driver's version, or `unknown`."""
-    try:
-        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
-            return file.readline().split("Module")[-1].split()[0]
-    except (OSError, IndexError):
-        return "unknown"
 
 
 @cache
@@ -285,22 +297,6 @@ def _without_autocast(plan: Plan, device: str, a_dtype: torch.dtype, b_dtype: to
             return plan(x, y) if bias is None else plan(x, y, bias)
 
     return casting
-
-
-def _normal(like: Tensor, random: torch.Generator) -> Tensor:
-    """Return normal values (small integers for an integer dtype) with the shape and strides of `like`."""
-    stride = like.stride()
-    shape = [1 if step == 0 else size for size, step in zip(like.shape, stride, strict=True)]
-    if like.dtype.is_floating_point:
-        values = torch.randn(shape, generator=random, device=like.device)
-    else:
-        values = torch.randint(0, 8, shape, generator=random, device=like.device)
-    out = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
-    try:
-        out.copy_(values)
-    except RuntimeError:  # overlapping strides cannot be written
-        out = values.to(like.dtype)
-    return out.expand(like.shape)
 
 
 ROOM = TorchRoom()

@@ -27,11 +27,13 @@ class Truth:
     """The reference for some rows of one problem's result.
 
     rows: for each sampled batch entry its index and the rows. values: float64 (sum of rows, n), rounded to out_dtype.
+    rounding: what that rounding alone costs.
     degenerate: the operands are constant or hold NaN or Inf, so that they say nothing of other data.
     """
 
     rows: tuple[tuple[tuple[int, ...], NDArray[np.int64]], ...]
     values: Float64
+    rounding: Error
     degenerate: bool
 
     def sampled(self, room: Framework, out: Any) -> Float64:
@@ -57,9 +59,11 @@ def truth(room: Framework, problem: Problem, a: Any, b: Any, bias: Any = None) -
         with np.errstate(all="ignore"):
             parts.append(product if extra is None else product + extra(index, chosen))
         rows.append((index, chosen))
-        flat = flat and (_constant(room, a_rows) or _constant(room, right[:, :2]) and _constant(room, right[:2]))
-    values = _round(activate(np.concatenate(parts), problem.activation), problem.out_dtype)
-    return Truth(tuple(rows), values, bool(flat) or not np.isfinite(values).all())
+        flat = flat and (_constant(room, a_rows) or (_constant(room, right[:, :2]) and _constant(room, right[:2])))
+    exact = activate(np.concatenate(parts), problem.activation)
+    values = _round(exact, problem.out_dtype)
+    degenerate = bool(flat) or not np.isfinite(exact).all()
+    return Truth(tuple(rows), values, compare(exact, values, exact), degenerate)
 
 
 def compare(found: Float64, reference: Float64, baseline: Float64 | None = None) -> Error:

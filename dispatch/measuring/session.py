@@ -67,14 +67,15 @@ def measure(
     operands: the caller's own; under tracing concrete random ones. Never raises for a candidate's fault.
     """
     base = _Baseline(room, problem, operands)
-    errors, degenerate = _errors(base, entrants, operands, table)
+    errors, rounding, degenerate = _errors(base, entrants, operands, table)
     data = "random" if degenerate or "traced" in problem.modes else "caller"
     if degenerate:  # says nothing of other data
         table.own_errors = errors
         other = random_operands(room, problem, operands)
-        errors, _ = _errors(_Baseline(room, problem, other), entrants, other, table)
+        errors, rounding, _ = _errors(_Baseline(room, problem, other), entrants, other, table)
     able = [entrant for entrant in entrants if not table.failed(entrant.candidate)]
-    timings = _timed(base, able, operands, errors, policy, table)
+    gates = {e.candidate: _gate(problem, e.candidate, errors, rounding, policy) for e in able}
+    timings = _timed(base, able, operands, gates, policy, table)
     for candidate, timing in timings.items():
         table.measurements[candidate] = Measurement(
             latency_us=timing.latency_us,
@@ -85,6 +86,7 @@ def measure(
             error=errors[candidate],
             error_data=data,
             settled=timing.settled,
+            rounding=rounding if candidate == BASELINE else None,
         )
 
 
@@ -92,18 +94,19 @@ def _timed(
     base: _Baseline,
     able: list[Entrant],
     operands: Operands,
-    errors: dict[Candidate, Error],
+    gates: dict[Candidate, float],
     policy: Policy,
     table: Table,
 ) -> dict[Candidate, Timing]:
     """Return the timings; a candidate that fails only now (in a graph, in its tenth run) is blamed and left out."""
     while True:
         calls = [(base.call, base.operands), *((e.plan, e.operands(operands)) for e in able)]
-        gates = [1.0, *(_gate(base.given, e.candidate, errors, policy) for e in able)]
-        guarded = [(_named(plan, index), given) for index, (plan, given) in enumerate(calls)]
+        names = [str(BASELINE), *(str(e.candidate) for e in able)]
+        guarded = [(_named(plan, index, names[index]), given) for index, (plan, given) in enumerate(calls)]
         try:
             stopwatch = base.room.stopwatch(guarded, policy.tuning.memory_mb << 20)
-            timings = measure_latency(stopwatch, gates, policy.tuning.budget_ms)
+            needed = [1.0, *(gates[e.candidate] for e in able)]
+            timings = measure_latency(stopwatch, needed, policy.tuning.budget_ms)
         except _CandidateError as error:
             if error.index == 0:
                 raise error.cause from None
@@ -118,7 +121,7 @@ class _CandidateError(Exception):
         self.index, self.cause = index, cause
 
 
-def _named(plan: Plan, index: int) -> Plan:
+def _named(plan: Plan, index: int, name: str) -> Plan:
     """Return `plan` whose errors say which call of the stopwatch they come from."""
 
     def call(*operands: Any) -> Any:
@@ -127,11 +130,16 @@ def _named(plan: Plan, index: int) -> Plan:
         except Exception as error:
             raise _CandidateError(index, error) from error
 
+    call.__name__ = name
     return call
 
 
-def _gate(problem: Problem, candidate: Candidate, errors: dict[Candidate, Error], policy: Policy) -> float:
-    lossless = not narrower(problem, candidate) and as_good(errors[candidate], errors[BASELINE], policy.error.metric)
+def _gate(
+    problem: Problem, candidate: Candidate, errors: dict[Candidate, Error], rounding: Error, policy: Policy
+) -> float:
+    metric = policy.error.metric
+    good = as_good(errors[candidate], errors[BASELINE], rounding, metric)
+    lossless = good and not narrower(problem, candidate)
     return policy.gate.min_speedup_lossless if lossless else policy.gate.min_speedup
 
 
@@ -140,23 +148,25 @@ class _Baseline:
 
     def __init__(self, room: Framework, problem: Problem, operands: Operands) -> None:
         self.room = room
-        self.given = problem
         self.problem = decoded(problem)
         self.call = native(self.problem)
         a, b, *bias = operands
         plain = self.problem
         self.operands: Operands = (decode(room, a, plain.a.dtype), decode(room, b, plain.b.dtype), *bias)
+        self._given = (a, b)
 
     def truth(self) -> tuple[Truth, Float64]:
         """Return the reference, and the baseline's own values at the same rows."""
-        reference = truth(self.room, self.problem, *self.operands)
+        given = zip(self._given, self.operands, strict=False)
+        exact = [x.dequantize("float32") if isinstance(x, ScaledArray) else own for x, own in given]
+        reference = truth(self.room, self.problem, *exact, *self.operands[2:])
         return reference, reference.sampled(self.room, self.call(*self.operands))
 
 
 def _errors(
     base: _Baseline, entrants: Sequence[Entrant], operands: Operands, table: Table
-) -> tuple[dict[Candidate, Error], bool]:
-    """Return every error by candidate, BASELINE's included, and whether the operands are degenerate."""
+) -> tuple[dict[Candidate, Error], Error, bool]:
+    """Return every error by candidate, BASELINE's included, that of rounding, and whether the operands are degenerate."""
     reference, own = base.truth()
     errors = {BASELINE: compare(own, reference.values, own)}
     for entrant in entrants:
@@ -175,7 +185,7 @@ def _errors(
             table.faults[entrant.candidate] = str(fault)
         else:
             errors[entrant.candidate] = compare(found, reference.values, own)
-    return errors, reference.degenerate
+    return errors, reference.rounding, reference.degenerate
 
 
 def _fault(room: Framework, problem: Problem, out: Any) -> str | None:
@@ -211,7 +221,9 @@ def random_operands(room: Framework, problem: Problem, operands: Operands) -> Op
             made.append(quantize(values, given.recipe, axis=given.axis))
         else:
             made.append(prepare(values) if isinstance(given, PreparedOperand) else values)
-    zeros = [room.cast(room.asarray(np.zeros(x.shape, np.float32), array_of(made[0])), room.dtype_name(x)) for x in bias]
+    zeros = [
+        room.cast(room.asarray(np.zeros(x.shape, np.float32), array_of(made[0])), room.dtype_name(x)) for x in bias
+    ]
     return (*made, *zeros)
 
 

@@ -1,0 +1,36 @@
+"""What this installation has: versions, hardware, the store, the policy in force and what failed to load."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import dispatch
+
+PACKAGES = ("gemm-dispatch", "numpy", "ml-dtypes", "pluggy", "torch", "triton", "jax", "jaxlib")
+
+
+def report() -> dict[str, Any]:
+    """Return the findings as plain values; `problems` is empty where nothing is wrong."""
+    stats = dispatch.stats()
+    policy = dispatch.current_policy()
+    found = {x.name: x for x in dispatch.backends()}
+    broken = [f"backend {x.name}: {x.unavailable}" for x in found.values() if x.status == "failed"]
+    state = stats["store"]["state"]
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        **dispatch.machine(),
+        "store": stats["store"],
+        "policy": {"name": policy.name, "fingerprint": policy.fingerprint},
+        "backends": {name: x.unavailable or "available" for name, x in found.items()},
+        "problems": broken + ([] if state == "ok" else [f"decision store: {state}"]),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

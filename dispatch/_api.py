@@ -59,7 +59,7 @@ _table = _Table()
 _young = _table.young
 _served: dict[Hashable, str] = {}
 """The backend of every known call that a plugin serves."""
-_keys: dict[type, Callable[[Any, Any], Hashable | None]] = {}
+_keys: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
 _active = ACTIVE.get
 _engine: Engine | None = None
 
@@ -91,7 +91,7 @@ def matmul(
     if bias is activation is out_dtype is policy is backend is scope is None:
         key_of = _keys.get(type(a))
         if key_of is not None:
-            key = (key_of(a, b), _active())
+            key = key_of(a, b, _active())
             plan = _young.get(key)
             if plan is not None:
                 try:
@@ -160,15 +160,15 @@ def _call(call: Request, options: Options) -> Any:
 
 def _key(call: Request, options: Options) -> Hashable | None:
     """Return the key of a call, or None where something else interprets it."""
-    own = call.room.key(array_of(call.a), array_of(call.b))
+    own = call.room.key(array_of(call.a), array_of(call.b), _active())
     if own is None:
         return None
     plain = call.plain and call.bias is None and call.activation is None and call.out_dtype is None
     if plain and options.backend is None and options.scope is None and options.policy is current_policy():
-        return own, _active()
+        return own
     facts = tuple(_facts(x) for x in (call.a, call.b))
     bias = None if call.bias is None else call.room.key(call.bias, call.bias)
-    return (own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope), options.policy
+    return own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope, options.policy
 
 
 def _facts(operand: Any) -> Hashable:
@@ -308,7 +308,7 @@ def register(plugin: Any, *, distribution: str = "caller") -> None:
 
     For notebooks and tests; a package declares an entry point in the group `dispatch.backends` instead.
     """
-    name = getattr(plugin, "name", None) or getattr(plugin, "__name__", type(plugin).__name__)
+    name = str(getattr(plugin, "name", None) or getattr(plugin, "__name__", type(plugin).__name__))
     engine().registry.add(_Single(plugin) if isinstance(plugin, Backend) else plugin, name, distribution)
     forget()
 

@@ -187,8 +187,8 @@ class Engine:
 
         serving = call.room.adapt(plan if call.plain else formed, problem, _undressing(own), again)
         assert call.shapes is not None
-        given = (tuple(array_of(x).shape) for x in (call.a, call.b))
-        return reshaping(serving, *given, call.shapes, call.room.xp)
+        shape_a, shape_b = (tuple(array_of(x).shape) for x in (call.a, call.b))
+        return reshaping(serving, shape_a, shape_b, call.shapes, call.room.xp)
 
     def clear(self) -> int:
         """Forget every decision; return how many the store held."""

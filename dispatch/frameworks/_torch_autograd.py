@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from dispatch._backend import Plan
 from dispatch._problem import Problem
-
-Tensor = torch.Tensor
 
 
 def activate(x: Tensor, activation: str | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import NDArray
 
 from dispatch._arch import Arch, cpu_arch
@@ -20,6 +21,7 @@ from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
 from dispatch.frameworks._layout import WIDEST
 
 Array = Any
+_SINGLE = jax.sharding.SingleDeviceSharding
 
 
 class JaxRoom:
@@ -30,19 +32,16 @@ class JaxRoom:
 
     def is_array_type(self, kind: type) -> bool:
         """Return whether it is an array's or a tracer's type."""
-        return issubclass(kind, jax.Array | jax.core.Tracer)
+        return issubclass(kind, jax.Array | Tracer)
 
-    def key(self, a: Array, b: Array) -> Hashable | None:
-        """Return avals and shardings; None for an array spread over several devices."""
-        try:
-            where = None if isinstance(a, jax.core.Tracer) else a.sharding
-            there = None if isinstance(b, jax.core.Tracer) else b.sharding
-            kind = a.aval, b.aval
-        except AttributeError:
-            return None
-        if (where and where.num_devices > 1) or (there and there.num_devices > 1):
-            return None
-        return kind, where, there, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
+        """Return avals, devices and `extra`; None for an array spread over several devices."""
+        where = None if isinstance(a, Tracer) else a.sharding
+        there = None if isinstance(b, Tracer) else b.sharding
+        for sharding in (where, there):
+            if type(sharding) is not _SINGLE and sharding is not None and sharding.num_devices > 1:
+                return None
+        return a.aval, b.aval, where, there, extra
 
     def dtype_name(self, array: Array) -> str:
         """Return the dtype's name."""
@@ -65,12 +64,12 @@ class JaxRoom:
 
     def device(self, array: Array) -> str:
         """Return `platform:index` of every device, or the default device for a tracer."""
-        devices = [_default_device()] if isinstance(array, jax.core.Tracer) else array.devices()
+        devices = [_default_device()] if isinstance(array, Tracer) else array.devices()
         return ",".join(sorted(_device_name(device) for device in devices))
 
     def arch(self, array: Array) -> Arch:
         """Return the compute capability's arch, or the processor's."""
-        return _device_arch(_default_device() if isinstance(array, jax.core.Tracer) else next(iter(array.devices())))
+        return _device_arch(_default_device() if isinstance(array, Tracer) else next(iter(array.devices())))
 
     def archs(self) -> list[Arch]:
         """Return the arch of every device of every backend that is there."""
@@ -78,7 +77,7 @@ class JaxRoom:
 
     def clash(self, arrays: Sequence[Array]) -> list[str] | None:
         """Return the devices if committed arrays are on different ones."""
-        fixed = [x.devices() for x in arrays if not isinstance(x, jax.core.Tracer) and x.committed]
+        fixed = [x.devices() for x in arrays if not isinstance(x, Tracer) and x.committed]
         return [self.device(x) for x in arrays] if any(x != fixed[0] for x in fixed) else None
 
     def operand(self, array: Array) -> Operand:
@@ -94,7 +93,7 @@ class JaxRoom:
 
     def modes(self, a: Any, b: Any) -> tuple[str, ...]:
         """Return `traced` for tracers."""
-        return ("traced",) if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((a, b))) else ()
+        return ("traced",) if any(isinstance(x, Tracer) for x in jax.tree.leaves((a, b))) else ()
 
     def effective(self, array: Array) -> str:
         """Return the array's dtype."""
@@ -102,7 +101,7 @@ class JaxRoom:
 
     def asarray(self, values: NDArray[Any], like: Array) -> Array:
         """Return the values on the device of `like`."""
-        if isinstance(like, jax.core.Tracer):
+        if isinstance(like, Tracer):
             return jnp.asarray(values)
         return jax.device_put(values, next(iter(like.devices())))
 
@@ -148,13 +147,11 @@ class JaxRoom:
 
     def sample(self, problem: Problem, a: Array, b: Array, seed: int) -> tuple[Array, Array]:
         """Return normal random arrays of the shapes and dtypes of a and b."""
-        made = (self.normal(x.shape, self.dtype_name(x), seed + i) for i, x in enumerate((a, b)))
-        put = (
-            x if isinstance(like, jax.core.Tracer) else jax.device_put(x, like.sharding)
-            for like, x in zip((a, b), made, strict=True)
-        )
-        first, second = put
-        return first, second
+        return self._like(a, seed), self._like(b, seed + 1)
+
+    def _like(self, like: Array, seed: int) -> Array:
+        made = self.normal(like.shape, self.dtype_name(like), seed)
+        return made if isinstance(like, Tracer) else jax.device_put(made, like.sharding)
 
     def stopwatch(self, calls: Sequence[Call], memory_bytes: int) -> JaxDeviceClock | JaxWallClock:
         """Return chained device time on a GPU, a wall clock on the CPU."""
@@ -192,7 +189,7 @@ class JaxRoom:
 
     def versions(self, array: Array) -> dict[str, str]:
         """Return versions, device, driver and the settings that change a product."""
-        device = _default_device() if isinstance(array, jax.core.Tracer) else next(iter(array.devices()))
+        device = _default_device() if isinstance(array, Tracer) else next(iter(array.devices()))
         facts = {
             "jax": jax.__version__,
             "jaxlib": jax.lib.__version__,
@@ -206,7 +203,7 @@ class JaxRoom:
 
     def synchronize(self, array: Array) -> None:
         """Wait for the array."""
-        if not isinstance(array, jax.core.Tracer):
+        if not isinstance(array, Tracer):
             array.block_until_ready()
 
 

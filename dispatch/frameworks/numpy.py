@@ -28,10 +28,10 @@ class NumpyRoom:
         """Return whether it is ndarray or a subclass."""
         return issubclass(kind, np.ndarray)
 
-    def key(self, a: NDArray[Any], b: NDArray[Any]) -> Hashable | None:
-        """Return dtypes, shapes and strides; None for a subclass, whose own product is its own business."""
+    def key(self, a: NDArray[Any], b: NDArray[Any], extra: Hashable = None) -> Hashable | None:
+        """Return dtypes, shapes, strides and `extra`; None for a subclass, whose own product is its own business."""
         if type(a) is type(b) is np.ndarray:
-            return a.dtype, a.shape, a.strides, b.dtype, b.shape, b.strides
+            return a.dtype, a.shape, a.strides, b.dtype, b.shape, b.strides, extra
         return None
 
     def dtype_name(self, array: NDArray[Any]) -> str:

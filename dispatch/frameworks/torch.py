@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from dispatch._arch import Arch, cpu_arch
@@ -20,7 +21,6 @@ from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
 
-Tensor = torch.Tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -39,30 +39,23 @@ class TorchRoom:
         """Return whether it is Tensor or a subclass."""
         return issubclass(kind, Tensor)
 
-    def key(self, a: Tensor, b: Tensor) -> Hashable | None:
-        """Return dtypes, shapes, strides, devices and the modes that matter.
+    def key(self, a: Tensor, b: Tensor, extra: Hashable = None) -> Hashable | None:
+        """Return dtypes, shapes, strides, devices and the modes that matter, and `extra`.
 
         None, and so the native product, where something else interprets the call: torch.compile, functorch
         transforms, forward-mode AD, a dispatch mode (fake tensors, tracing), a subclass or a sparse tensor.
         """
-        if _is_compiling() or _functorch() is not None or _modes() or forward_ad._current_level >= 0:
+        if _is_compiling() or _modes() or _functorch() is not None or forward_ad._current_level >= 0:
             return None
         if type(a) not in _PLAIN or type(b) not in _PLAIN:
             return None
-        if _any_autocast():
-            return self._slow_key(a, b)
         try:
-            layouts = a.shape, a.stride(), b.shape, b.stride()
+            layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
         except RuntimeError:  # a sparse tensor has no strides
             return None
-        grad = _grad_enabled() and (a.requires_grad or b.requires_grad)
-        return a.dtype, b.dtype, layouts, a.get_device(), b.get_device(), grad
-
-    def _slow_key(self, a: Tensor, b: Tensor) -> Hashable | None:
-        if a.layout is not torch.strided or b.layout is not torch.strided:
-            return None
-        kinds = tuple((x.dtype, x.shape, x.stride(), x.device, x.requires_grad, self.effective(x)) for x in (a, b))
-        return (*kinds, _grad_enabled())
+        grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
+        cast = (self.effective(a), self.effective(b)) if _any_autocast() else None
+        return a.dtype, b.dtype, layouts, a.get_device(), b.get_device(), grad, cast, extra
 
     def dtype_name(self, array: Tensor) -> str:
         """Return the dtype's name."""

@@ -166,7 +166,7 @@ class _Baseline:
 def _errors(
     base: _Baseline, entrants: Sequence[Entrant], operands: Operands, table: Table
 ) -> tuple[dict[Candidate, Error], Error, bool]:
-    """Return every error by candidate, BASELINE's included, that of rounding, and whether the operands are degenerate."""
+    """Return every error by candidate, BASELINE's too, that of rounding, and whether the data are degenerate."""
     reference, own = base.truth()
     errors = {BASELINE: compare(own, reference.values, own)}
     for entrant in entrants:
@@ -215,8 +215,9 @@ def random_operands(room: Framework, problem: Problem, operands: Operands) -> Op
     """Return concrete normal operands of the same kind, ScaledArrays and prepared ones included; a bias of zeros."""
     a, b, *bias = operands
     arrays = [_stand_in(room, x) for x in (a, b)]
-    made = []
-    for given, values in zip((a, b), room.sample(problem, *arrays, seed=problem.k), strict=True):
+    made: list[Any] = []
+    first, second = arrays
+    for given, values in zip((a, b), room.sample(problem, first, second, problem.k), strict=True):
         if isinstance(given, ScaledArray):
             made.append(quantize(values, given.recipe, axis=given.axis))
         else:

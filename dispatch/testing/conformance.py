@@ -40,7 +40,7 @@ def check(backend: Backend, problem: Problem, seed: int = 0) -> None:
     assert [room.to_numpy(x).tobytes() for x in (a, b)] == before, f"{problem}: an input was written to"
     found, want = room.to_numpy(out).astype(np.float64), _float64(room, problem, a, b, bias)
     assert room.to_numpy(again).tobytes() == room.to_numpy(out).tobytes(), f"{problem}: differs from run to run"
-    error = np.linalg.norm(found - want) / max(np.linalg.norm(want), 1e-300)
+    error = float(np.linalg.norm(found - want)) / max(float(np.linalg.norm(want)), 1e-300)
     limit = _limit(problem)
     assert error <= limit, f"{problem}: relative error {error:.3g}, at most {limit:g}"
 

@@ -82,7 +82,7 @@ class Policy:
 
         `rules=[...]` appends rules. Rules are for what they match, and go on top of what is given here.
         """
-        return self._stating(_checked_override(sections), "override", f"{self.name.removesuffix(_CHANGED)}{_CHANGED}")
+        return self._overridden(_checked_override(sections))
 
     def for_problem(self, problem: Problem, scope: str | None) -> Policy:
         """Return the policy for `problem`, without rules: each that matches overrides, a later one the earlier."""
@@ -98,6 +98,9 @@ class Policy:
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{section}.")}
             changed[section] = replace(getattr(self, section), **own)
         return replace(self, **changed, origins={**self.origins, **dict.fromkeys(values, origin)})
+
+    def _overridden(self, said: Statements) -> Policy:
+        return self._stating(said, "override", f"{self.name.removesuffix(_CHANGED)}{_CHANGED}")
 
     def _stating(self, said: Statements, origin: str, name: str) -> Policy:
         rules = _rules(said, origin)
@@ -190,15 +193,14 @@ class use_policy(ContextDecorator):  # noqa: N801 - used as a function is
 
     def __init__(self, policy: Policy | str | os.PathLike[str] | None = None, /, **sections: Any) -> None:
         self._policy = policy if policy is None or isinstance(policy, Policy) else load_policy(policy)
-        self._sections: Mapping[str, Any] = sections
+        self._sections = sections
+        self._said = _checked_override(sections) if sections else None
         self._entered: list[ExitStack] = []
-        if sections:  # wrong ones are told here, not where the block is entered
-            (self._policy or load_policy("default")).override(**sections)
 
     def __enter__(self) -> Policy:
         policy = self._policy or current_policy()
-        if self._sections:
-            policy = policy.override(**self._sections)
+        if self._said is not None:
+            policy = policy._overridden(self._said)
         with ExitStack() as stack:
             stack.callback(_in_force.reset, _in_force.set(policy))
             for context in _policy_contexts:

@@ -12,7 +12,7 @@ from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
 from dispatch._errors import UnsupportedDtypeError
 from dispatch._operands import array_of, native
-from dispatch._policy import ACTIVE, Policy, current_policy, load_policy
+from dispatch._policy import Policy, _in_force, current_policy, load_policy
 from dispatch._registry import Registry, hookimpl
 from dispatch._request import Request, describe, request
 from dispatch._store import DecisionStore
@@ -60,7 +60,7 @@ _young = _table.young
 _served: dict[Hashable, str] = {}
 """The backend of every known call that a plugin serves."""
 _keys: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
-_active = ACTIVE.get
+_active = _in_force.get
 _engine: Engine | None = None
 
 

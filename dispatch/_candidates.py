@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from dispatch._backend import Backend, Rejection
@@ -35,8 +34,7 @@ def proposals(backend: Backend, problem: Problem, policy: Policy) -> Iterator[Ca
 
 def disallowed(name: str, policy: Policy) -> list[Rejection]:
     """Return the rejection of a backend that the policy keeps out, or []."""
-    allowed = any(fnmatchcase(name, x) for x in policy.backends.allow)
-    if allowed and not any(fnmatchcase(name, x) for x in policy.backends.deny):
+    if policy.backends.permits(name):
         return []
     return [Rejection("policy", policy.name, f"one whose [backends] allow {name}")]
 

@@ -256,7 +256,7 @@ class Engine:
             {
                 "format": FORMAT,
                 "problem": case.problem.to_dict(),
-                "policy": case.policy.fingerprint,
+                "policy": case.policy.choice_fingerprint,
                 "scope": case.options.scope,
                 "backends": {name: f"{x.distribution} {x.version}" for name, x in self.registry.backends.items()},
                 "versions": case.call.room.versions(array_of(case.call.a)),

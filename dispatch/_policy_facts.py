@@ -120,7 +120,12 @@ class Rule:
 
 
 SECTIONS: Final[dict[str, type]] = {
-    "gate": Gate, "error": ErrorGate, "recipes": Recipes, "tuning": Tuning, "guard": Guard, "fallback": Fallback,
+    "gate": Gate,
+    "error": ErrorGate,
+    "recipes": Recipes,
+    "tuning": Tuning,
+    "guard": Guard,
+    "fallback": Fallback,
     "backends": Backends,
 }
 """The sections of a policy file, by name."""

@@ -251,7 +251,7 @@ def test_threads_share_a_store(path):
             for i in range(8):
                 store.put(f"{thread}.{i}", {"i": i})
                 assert store.get(f"{thread}.{i}") == {"i": i}
-        except BaseException as error:  # noqa: BLE001 - a thread's error is shown by the test
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=write, args=(t,)) for t in range(8)]

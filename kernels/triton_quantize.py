@@ -21,7 +21,7 @@ ROW_LIMIT = 16384
 TENSOR_PARTIALS = 512
 """Float32 values of workspace that `quantize_tensor` needs."""
 COLUMN_SPLITS = 16
-"""Rows of float32 workspace, each as long as the source has columns, that `quantize_columns` needs for large sources."""
+"""Rows of float32 workspace, as long as the source has columns, that `quantize_columns` needs for large sources."""
 
 
 @triton.jit

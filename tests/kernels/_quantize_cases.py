@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from dispatch.kernels import triton_quantize
 
 FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -157,7 +156,7 @@ def hostile_scales(route: str) -> list[str]:
     """Compare only scales and padding: the interpreter's cast of such values is wrong."""
     x = hostile_rows(torch.bfloat16)
     x = x.t().contiguous() if route.startswith("columns") else x
-    return complaints(x, torch.float8_e4m3fn, route, lambda found, scaled, fmt: [], multiple=16)
+    return complaints(x, torch.float8_e4m3fn, route, lambda *_: [], multiple=16)
 
 
 if __name__ == "__main__":

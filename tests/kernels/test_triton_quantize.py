@@ -1,0 +1,145 @@
+"""The Triton quantizers: compiled for each arch, run by Triton's interpreter, and on a GPU compared with float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the launchers take torch tensors here")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+HERE = Path(__file__).parent
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load("_quantize_cases")
+gpu = _load("_compile")
+KINDS = [(dtype, fmt) for dtype in (torch.bfloat16, torch.float16, torch.float32) for fmt in cases.FORMATS]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[str]]:
+    """What the interpreter's run found; TRITON_INTERPRET has to be set before Triton is imported."""
+    done = subprocess.run(
+        [sys.executable, HERE / "_quantize_cases.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", cases.interpreted_cases())
+def test_interpreted_scales_padding_and_exact_values(name: str, interpreted: dict[str, list[str]]) -> None:
+    assert interpreted[name] == []
+
+
+def _launch_all(dtype: Any, fmt: Any) -> None:
+    for rows, cols in ((64, 1024), (2, 28672), (33, 16384), (48, 1000)):
+        x = torch.empty(rows, cols, dtype=dtype)
+        for route in cases.ROUTES if rows == 64 else ("rows",):
+            cases.quantize(x, fmt, route, multiple=16)
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> None:
+    with gpu.compiling(capability) as built:
+        for dtype, fmt in KINDS if capability == 90 else KINDS[::3]:  # bf16 to e4m3, fp16 to e5m2
+            _launch_all(dtype, fmt)
+    assert {kernel.metadata.name for kernel in built} == {
+        "quantize_rows_kernel", "quantize_long_rows_kernel", "quantize_columns_kernel", "column_amax_kernel",
+        "scale_columns_kernel", "tensor_amax_kernel", "scale_tensor_kernel",
+    }
+    for kernel in {id(kernel): kernel for kernel in built}.values():
+        ptx, name = kernel.asm["ptx"], kernel.metadata.name
+        conversions = set(re.findall(r"cvt\.rn\.satfinite\.(e[45]m[23]x2)\.f(?:32|16x2)", ptx))
+        assert len(conversions) == (0 if "amax" in name else 1), (name, conversions)
+        assert gpu.stack_bytes(kernel) == 0, name
+        if capability >= 90 and "amax" not in name:
+            assert "e5m2x2.f32" in ptx or "e4m3x2.f32" in ptx, f"{name} rounds twice"
+
+
+def test_workspace_is_needed_where_two_launches_are_faster() -> None:
+    from dispatch.kernels.triton_quantize import COLUMN_SPLITS, column_workspace
+
+    assert column_workspace(4096, 4096, 2) == 0
+    assert column_workspace(8192, 28672, 2) == COLUMN_SPLITS * 28672
+    assert column_workspace(8192, 64, 2) == COLUMN_SPLITS * 64
+
+
+def _spacing(values: Any, fmt: Any) -> Any:
+    least, mantissa = (-6, 3) if fmt is torch.float8_e4m3fn else (-14, 2)
+    exponent = values.abs().clamp_min(2.0**least).log2().floor()
+    return torch.exp2(exponent - mantissa)
+
+
+def _rounded(found: Any, scaled: Any, fmt: Any) -> list[str]:
+    """Compare with float64: within half a quantum, NaN and Inf where they belong."""
+    decoded, wrong = found.double(), []
+    infinite = scaled.isinf()
+    if fmt is torch.float8_e5m2:
+        if not torch.equal(decoded[infinite], scaled[infinite]):
+            wrong.append("Inf did not stay Inf")
+    elif not decoded[infinite].isnan().all():
+        wrong.append("Inf became a number")
+    if not torch.equal(decoded.isnan(), scaled.isnan() | (infinite & (fmt is torch.float8_e4m3fn))):
+        wrong.append("NaN in the wrong places")
+    finite = scaled.isfinite()
+    off = (decoded - scaled)[finite].abs() / _spacing(scaled[finite], fmt)
+    if off.numel() and off.max() > 0.5 + 1e-4:
+        wrong.append(f"off by {off.max().item():.3f} quanta")
+    return wrong
+
+
+SIZES = [(1, 1), (1, 4097), (15, 17), (17, 127), (129, 129), (1000, 1000), (3, 28672), (4097, 15), (700, 2049)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", cases.ROUTES)
+@pytest.mark.parametrize(("rows", "cols"), SIZES)
+@pytest.mark.parametrize(("dtype", "fmt"), [KINDS[0], KINDS[3], KINDS[4]])
+def test_gpu_rounds_as_float64_does(route: str, rows: int, cols: int, dtype: Any, fmt: Any) -> None:
+    values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).to(dtype).cuda()
+    for multiple, gap in ((1, 0), (16, 7)):
+        x = cases.source(rows, cols, values, gap=gap)
+        assert cases.complaints(x, fmt, route, _rounded, multiple=multiple) == [], (multiple, gap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", cases.ROUTES)
+@pytest.mark.parametrize(("dtype", "fmt"), KINDS)
+def test_gpu_keeps_nan_and_inf_and_ignores_them_in_amax(route: str, dtype: Any, fmt: Any) -> None:
+    x = cases.hostile_rows(dtype).cuda()
+    x = x.t().contiguous() if route.startswith("columns") else x
+    assert cases.complaints(x, fmt, route, _rounded, multiple=16) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("route", cases.ROUTES)
+def test_gpu_addresses_more_than_2_31_elements(route: str) -> None:
+    rows, cols = (2**18 + 3, 8200) if route in ("rows", "tensor") else (8200, 2**18 + 3)
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    out, scale = cases.quantize(x, torch.float8_e4m3fn, route)
+    wanted = cases.expected_scale(x[-2:], torch.float8_e4m3fn, "rows") if route == "rows" else scale
+    assert torch.equal(scale[-len(wanted):][-2:], wanted[-2:])
+    oriented = x if route in ("rows", "tensor") else x.t()
+    for part in (slice(0, 2), slice(-2, None)):
+        per_row = scale if len(scale) == 1 else scale[part, None]
+        assert _rounded(out[part], oriented[part].double() / per_row.double(), torch.float8_e4m3fn) == []

@@ -68,7 +68,8 @@ def main() -> None:
         missed |= entry["size"] == 64 and share > BAR
         name = f"{entry['framework']} {entry['size']}x{entry['size']}"
         print(
-            f"{name:14}{entry['own_us']:>9.2f} us{entry['call_us']:>9.2f} us{entry['beyond_us']:>11.2f} us{share:>15.0%}"
+            f"{name:14}{entry['own_us']:>9.2f} us{entry['call_us']:>9.2f} us"
+            f"{entry['beyond_us']:>11.2f} us{share:>15.0%}"
         )
     print(f"bar: {BAR:.0%} of torch.matmul at 64 x 64: {'missed' if missed else 'held'}")
     if arguments.record:

@@ -21,10 +21,10 @@ from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch._operands import native
 from dispatch._policy import Policy, PolicyError, current_policy, load_policy, use_policy
 from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
-from dispatch._recipe import RecipePair, ScalingRecipe
+from dispatch._recipe import FORMATS, RecipePair, ScalingRecipe
 from dispatch._registry import PluginWarning, hookimpl
 from dispatch._store import StoreWarning
-from dispatch.frameworks import framework, installed, machine
+from dispatch.frameworks import framework, framework_of, installed, machine
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ACTIVATIONS",
     "BASELINE",
+    "FORMATS",
     "FP8_DTYPES",
     "Arch",
     "Backend",
@@ -67,6 +68,7 @@ __all__ = [
     "explain",
     "forget",
     "framework",
+    "framework_of",
     "hookimpl",
     "installed",
     "load_policy",

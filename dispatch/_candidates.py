@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dispatch._backend import Backend, Rejection
 from dispatch._measurement import Candidate
 from dispatch._problem import FP8_DTYPES, Operand, Problem
-from dispatch._recipe import FORMATS, ScalingRecipe
+from dispatch._recipe import FORMATS, RecipePair, ScalingRecipe
 
 if TYPE_CHECKING:
     from dispatch._policy import Policy
@@ -20,16 +20,24 @@ def proposals(backend: Backend, problem: Problem, policy: Policy) -> Iterator[Ca
     Backends may have `configs(problem) -> Iterable[str]`, the kernel configs worth measuring for a candidate.
     """
     recipes = dict.fromkeys(recipe for capability in backend.capabilities for recipe in capability.recipes)
-    modes = dict.fromkeys(mode for capability in backend.capabilities for mode in capability.accumulations)
     configs = getattr(backend, "configs", None)
     for recipe in recipes:
         if recipe is not None and recipe not in policy.recipes.allow:
             continue
-        listed = [mode for mode in modes if mode in policy.recipes.accumulation] if recipe is not None else []
-        for accumulation in listed or [None]:
+        for accumulation in _accumulations(backend, recipe, problem, policy) or [None]:
             proposed = problem.proposing(recipe, accumulation)
             for config in (configs(proposed) if configs else None) or [None]:
                 yield Candidate(backend.name, recipe, accumulation, config)
+
+
+def _accumulations(backend: Backend, recipe: RecipePair | None, problem: Problem, policy: Policy) -> list[str | None]:
+    """Return the modes that the policy lists; where it lists `fast`, the only mode that there is will do as well."""
+    if recipe is None:
+        return []
+    here = [x for x in backend.capabilities if recipe in x.recipes and problem.framework in x.frameworks]
+    modes = dict.fromkeys(mode for capability in here for mode in capability.accumulations)
+    listed = [mode for mode in modes if mode in policy.recipes.accumulation]
+    return [*(listed or (modes if "fast" in policy.recipes.accumulation else []))]
 
 
 def disallowed(name: str, policy: Policy) -> list[Rejection]:

@@ -19,7 +19,7 @@ from dispatch._problem import Problem
 from dispatch._registry import Registry
 from dispatch._request import Request, describe
 from dispatch._store import DecisionStore, key_of
-from dispatch.frameworks._shapes import reshaping
+from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.session import Entrant, Table, is_out_of_memory, measure, random_operands
 
 FORMAT = 1  # of a stored record

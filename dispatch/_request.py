@@ -9,7 +9,7 @@ from dispatch._errors import MixedArraysError
 from dispatch._operands import array_of, decoded_dtype
 from dispatch._problem import ACTIVATIONS, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
-from dispatch.frameworks._shapes import Shapes
+from dispatch.frameworks.shapes import Shapes
 from dispatch.quantization import PreparedOperand, ScaledArray
 
 

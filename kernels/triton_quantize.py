@@ -138,8 +138,18 @@ def column_amax_kernel(
 
 @triton.jit
 def scale_columns_kernel(
-    x, partial, out, scale, rows, cols, stride, out_rows, out_cols,
-    splits: tl.constexpr, block_rows: tl.constexpr, block_cols: tl.constexpr,
+    x,
+    partial,
+    out,
+    scale,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    splits: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
 ):
     """Scale, cast and transpose one tile of x (rows, cols), given the partial maxima of its columns."""
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -174,8 +184,20 @@ def tensor_amax_kernel(
 
 @triton.jit
 def scale_tensor_kernel(
-    x, partial, out, scale, rows, cols, stride, out_rows, out_cols, col_tiles,
-    partials: tl.constexpr, transposed: tl.constexpr, block_rows: tl.constexpr, block_cols: tl.constexpr,
+    x,
+    partial,
+    out,
+    scale,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    col_tiles,
+    partials: tl.constexpr,
+    transposed: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
 ):
     """Scale and cast one tile of x (rows, cols), transposed if asked, given the partial maxima of the whole.
 
@@ -247,8 +269,19 @@ def quantize_columns(x: Any, out: Any, scale: Any, partial: Any | None) -> None:
         x, partial, rows, cols, stride, rows_per_split, block_rows=32, block_cols=128, num_warps=8
     )
     scale_columns_kernel[(triton.cdiv(out_cols, 128), triton.cdiv(out_rows, 64))](
-        x, partial, out, scale, rows, cols, stride, out_rows, out_cols,
-        splits=COLUMN_SPLITS, block_rows=128, block_cols=64, num_warps=8,
+        x,
+        partial,
+        out,
+        scale,
+        rows,
+        cols,
+        stride,
+        out_rows,
+        out_cols,
+        splits=COLUMN_SPLITS,
+        block_rows=128,
+        block_cols=64,
+        num_warps=8,
     )
 
 
@@ -268,6 +301,19 @@ def quantize_tensor(x: Any, out: Any, scale: Any, partial: Any, *, transposed: b
     grid_rows, grid_cols = (out_cols, out_rows) if transposed else (out_rows, out_cols)
     col_tiles = triton.cdiv(grid_cols, width)
     scale_tensor_kernel[(triton.cdiv(grid_rows, height) * col_tiles,)](
-        x, partial, out, scale, rows, cols, stride, out_rows, out_cols, col_tiles,
-        partials=TENSOR_PARTIALS, transposed=transposed, block_rows=height, block_cols=width, num_warps=8,
+        x,
+        partial,
+        out,
+        scale,
+        rows,
+        cols,
+        stride,
+        out_rows,
+        out_cols,
+        col_tiles,
+        partials=TENSOR_PARTIALS,
+        transposed=transposed,
+        block_rows=height,
+        block_cols=width,
+        num_warps=8,
     )

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from dispatch._backend import Plan
-from dispatch._problem import FP8_DTYPES, Operand, Problem
-from dispatch._recipe import ScalingRecipe
-from dispatch.frameworks import framework
+from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScalingRecipe, framework
 
 Array = Any
 

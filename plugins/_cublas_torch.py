@@ -6,11 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from dispatch._backend import Plan
-from dispatch._problem import FP8_DTYPES, Operand, Problem
-from dispatch._recipe import ScalingRecipe
-from dispatch.frameworks import framework
-from dispatch.quantization import quantize
+from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScalingRecipe, framework, quantize
 
 Tensor = Any
 
@@ -173,7 +169,10 @@ def plan(problem: Problem) -> Plan:
                 left.matrix, right.matrix, scale_a=left.scale, scale_b=right.scale, bias=bias, out_dtype=out_dtype
             )
         out = scaled_mm(
-            left.matrix, right.matrix, scale_a=left.scale, scale_b=right.scale,
+            left.matrix,
+            right.matrix,
+            scale_a=left.scale,
+            scale_b=right.scale,
             out_dtype=wide if epilogue else out_dtype,
         )
         if cut:  # contiguous, as the framework's own product is

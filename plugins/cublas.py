@@ -12,11 +12,22 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from dispatch._arch import Arch
-from dispatch._backend import Capability, Plan, Rejection, closest
-from dispatch._problem import FP8_DTYPES, Operand, Problem
-from dispatch._recipe import FORMATS, RecipePair, ScalingRecipe
-from dispatch.frameworks import framework, framework_of
+from dispatch import (
+    FORMATS,
+    FP8_DTYPES,
+    Arch,
+    Capability,
+    Operand,
+    Plan,
+    Problem,
+    RecipePair,
+    Rejection,
+    ScalingRecipe,
+    closest,
+    framework_of,
+    hookimpl,
+    native,
+)
 
 _HOPPER = ("sm90",)
 _OTHERS = ("sm89", "sm100", "sm103", "sm120", "sm121")
@@ -33,9 +44,13 @@ _NEEDS_CUDA_12_9 = (_ROWS, _BLOCKS)  # cuBLAS scales by row and block from then 
 def _fp8(frameworks: Sequence[str], archs: Sequence[str], recipes: Sequence[RecipePair], **limits: Any) -> Capability:
     values = {"out_dtypes": _FLOATS, "accumulations": _ACCUMULATIONS, **limits}
     return Capability(
-        frameworks=tuple(frameworks), archs=tuple(archs), recipes=tuple(recipes), batched=False,
+        frameworks=tuple(frameworks),
+        archs=tuple(archs),
+        recipes=tuple(recipes),
+        batched=False,
         dtypes=(*_FLOATS, "float8_e4m3fn", "float8_e5m2"),
-        status="measured" if tuple(archs) == _HOPPER else "compiled", **values,
+        status="measured" if tuple(archs) == _HOPPER else "compiled",
+        **values,
     )
 
 
@@ -99,7 +114,7 @@ class CublasBackend:
         if config is not None:
             raise ValueError(f"cublas has no configs; got {config!r}")
         if problem.recipe is None:
-            return framework(problem.framework).native(problem)
+            return native(problem)
         if problem.framework == "jax":
             from dispatch.plugins._cublas_jax import plan as jax_plan
 
@@ -152,4 +167,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-BACKEND = CublasBackend()
+@hookimpl
+def dispatch_backends() -> list[CublasBackend]:
+    """Return the backend."""
+    return [CublasBackend()]

@@ -41,7 +41,7 @@ class Framework(Protocol):
     # What an array is
 
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
-        """Return what a plan for these operands depends on, and `extra`, cheaply; None: only the native product will do."""
+        """Return what a plan for these operands depends on, and `extra`; None: only the native product will do."""
 
     def dtype_name(self, array: Array) -> str:
         """Return the ml_dtypes name of the array's dtype: `bfloat16`, `float8_e4m3fn`, `int8` ..."""

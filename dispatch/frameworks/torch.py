@@ -123,11 +123,12 @@ class TorchRoom:
 
     def asarray(self, values: NDArray[Any], like: Tensor) -> Tensor:
         """Return the values on the device of `like`; ml_dtypes' dtypes become torch's."""
-        name = values.dtype.name
-        if hasattr(torch, name) and values.dtype.kind == "V":
-            view = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
-            return torch.from_numpy(view.copy()).view(self.dtype(name)).to(like.device)
-        return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
+        packed = np.ascontiguousarray(values)
+        try:
+            return torch.from_numpy(packed).to(like.device)
+        except TypeError:  # one of ml_dtypes'
+            bits = torch.from_numpy(packed.view(f"u{packed.dtype.itemsize}").copy())
+            return bits.view(self.dtype(packed.dtype.name)).to(like.device)
 
     def to_numpy(self, array: Tensor) -> NDArray[Any]:
         """Return the values on the host; bfloat16 and FP8 as ml_dtypes'."""

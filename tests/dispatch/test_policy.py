@@ -197,8 +197,24 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 WORDS = (
-    "bfloat16", "float32", "e4m3:row", "e4m3:1x128@e4m3:128x128", "e5m2:1x32:e8m0", "e4m3:", "random", "calibrated",
-    "relative_l2", "fast", "promoted", "measure", "off", "locked", "torch", "sm9*", "", "*",
+    "bfloat16",
+    "float32",
+    "e4m3:row",
+    "e4m3:1x128@e4m3:128x128",
+    "e5m2:1x32:e8m0",
+    "e4m3:",
+    "random",
+    "calibrated",
+    "relative_l2",
+    "fast",
+    "promoted",
+    "measure",
+    "off",
+    "locked",
+    "torch",
+    "sm9*",
+    "",
+    "*",
 )
 NUMBERS = (True, False, -3, 0, 1, 5000, 0.0, 0.5, 2.0, -1.5, 1e9)
 PLAIN = (*WORDS, *NUMBERS)
@@ -374,10 +390,16 @@ def test_every_condition_of_a_rule_must_hold(write):
     assert policy.for_problem(grouped, None).recipes.inputs != ("float32",)
 
 
-@pytest.mark.parametrize(("text", "inside", "outside"), [
-    ("16", [16], [0, 15, 17]), ("{ min = 2, max = 4 }", [2, 3, 4], [1, 5]), ("{ min = 3 }", [3, 10**9], [2]),
-    ("{ max = 3 }", [0, 3], [4]), ("0", [0], [1]),
-])
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [
+        ("16", [16], [0, 15, 17]),
+        ("{ min = 2, max = 4 }", [2, 3, 4], [1, 5]),
+        ("{ min = 3 }", [3, 10**9], [2]),
+        ("{ max = 3 }", [0, 3], [4]),
+        ("0", [0], [1]),
+    ],
+)
 def test_ranges_include_their_ends(text, inside, outside, write):
     (rule,) = load_policy(write(f"[[rules]]\nmatch.m = {text}\ngate.min_speedup = 2")).rules
     assert all(m in rule.match.m for m in inside)
@@ -490,10 +512,16 @@ def test_policies_are_frozen_and_can_be_copied():
     assert json.loads(json.dumps(policy.to_dict()))["rules"][0]["overrides"] == {"gate.min_speedup": 2}
 
 
-@pytest.mark.parametrize(("allow", "deny", "name", "yes"), [
-    (("*",), (), "cublas", True), (("*",), ("cu*",), "cublas", False), (("triton_*",), (), "cublas", False),
-    (("triton_*",), (), "triton_fp8", True), ((), (), "cublas", False),
-])
+@pytest.mark.parametrize(
+    ("allow", "deny", "name", "yes"),
+    [
+        (("*",), (), "cublas", True),
+        (("*",), ("cu*",), "cublas", False),
+        (("triton_*",), (), "cublas", False),
+        (("triton_*",), (), "triton_fp8", True),
+        ((), (), "cublas", False),
+    ],
+)
 def test_backends_are_permitted_by_globs(allow, deny, name, yes):
     assert Backends(allow, deny).permits(name) is yes
 
@@ -559,9 +587,15 @@ def test_use_policy_refuses_to_decorate_what_runs_later():
             use_policy("strict")(function)
 
 
-@pytest.mark.parametrize(("arguments", "sections"), [
-    (("typo",), {}), ((), {"error": {"tolerance": -1}}), ((), {"typo": {}}), (("strict",), {"gate": 3}),
-])
+@pytest.mark.parametrize(
+    ("arguments", "sections"),
+    [
+        (("typo",), {}),
+        ((), {"error": {"tolerance": -1}}),
+        ((), {"typo": {}}),
+        (("strict",), {"gate": 3}),
+    ],
+)
 def test_use_policy_refuses_at_once(arguments, sections):
     with pytest.raises(PolicyError):
         use_policy(*arguments, **sections)

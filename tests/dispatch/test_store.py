@@ -182,7 +182,9 @@ def test_the_file_is_as_the_design_says(filled):
     connection = sqlite3.connect(filled)
     pragmas = ("application_id", "user_version", "journal_mode")
     assert [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas] == [
-        _store_file.APPLICATION_ID, _store_file.SCHEMA_VERSION, "delete",
+        _store_file.APPLICATION_ID,
+        _store_file.SCHEMA_VERSION,
+        "delete",
     ]
     created = connection.execute("SELECT DISTINCT substr(created, 1, 2) FROM records").fetchall()
     connection.close()
@@ -216,12 +218,15 @@ def test_32_processes_starting_at_once_lose_nothing(path):
 
 
 def test_a_killed_writer_loses_nothing_that_it_acknowledged(path):
-    script = PRELUDE + """
+    script = (
+        PRELUDE
+        + """
 store, name = DecisionStore(Path(sys.argv[1])), sys.argv[2]
 for i in range(100_000):
     store.put(f"{name}.{i}", {"i": i, "text": "x" * 3000})
     print(i, flush=True)
 """
+    )
     draw = random.Random(0)
     expected = {}
     for name in range(8):
@@ -416,6 +421,7 @@ def test_memory_is_bounded(path, monkeypatch):
 
 
 # Read-only and full disks, with real permissions, mounts and file systems
+
 
 def bound_by_permissions(script, *arguments):
     """Return what `script` printed in a process that file permissions hold for: root's loses its exemption."""

@@ -43,9 +43,7 @@ def exact_values(rows: int, cols: int, dtype: torch.dtype, fmt: torch.dtype, rou
     return (picked * torch.exp2(exponent.float())).to(dtype)
 
 
-def quantize(
-    x: torch.Tensor, fmt: torch.dtype, route: str, *, multiple: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, fmt: torch.dtype, route: str, *, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and scales of x by one launcher, the output padded to `multiple` and filled with NaN bytes first."""
     transposed = route != "rows" and route != "tensor"
     height, width = reversed(x.shape) if transposed else x.shape

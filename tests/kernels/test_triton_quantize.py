@@ -39,7 +39,10 @@ def interpreted() -> dict[str, list[str]]:
     """What the interpreter's run found; TRITON_INTERPRET has to be set before Triton is imported."""
     done = subprocess.run(
         [sys.executable, HERE / "_quantize_cases.py"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -63,8 +66,13 @@ def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> 
         for dtype, fmt in KINDS if capability == 90 else KINDS[::3]:  # bf16 to e4m3, fp16 to e5m2
             _launch_all(dtype, fmt)
     assert {kernel.metadata.name for kernel in built} == {
-        "quantize_rows_kernel", "quantize_long_rows_kernel", "quantize_columns_kernel", "column_amax_kernel",
-        "scale_columns_kernel", "tensor_amax_kernel", "scale_tensor_kernel",
+        "quantize_rows_kernel",
+        "quantize_long_rows_kernel",
+        "quantize_columns_kernel",
+        "column_amax_kernel",
+        "scale_columns_kernel",
+        "tensor_amax_kernel",
+        "scale_tensor_kernel",
     }
     for kernel in {id(kernel): kernel for kernel in built}.values():
         ptx, name = kernel.asm["ptx"], kernel.metadata.name
@@ -138,7 +146,7 @@ def test_gpu_addresses_more_than_2_31_elements(route: str) -> None:
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     out, scale = cases.quantize(x, torch.float8_e4m3fn, route)
     wanted = cases.expected_scale(x[-2:], torch.float8_e4m3fn, "rows") if route == "rows" else scale
-    assert torch.equal(scale[-len(wanted):][-2:], wanted[-2:])
+    assert torch.equal(scale[-len(wanted) :][-2:], wanted[-2:])
     oriented = x if route in ("rows", "tensor") else x.t()
     for part in (slice(0, 2), slice(-2, None)):
         per_row = scale if len(scale) == 1 else scale[part, None]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from dispatch.plugins import cublas
-from dispatch.plugins.cublas import BACKEND
 
 from dispatch._backend import Backend
 from dispatch._problem import ACTIVATIONS, Operand, Problem
@@ -18,18 +17,35 @@ from dispatch._recipe import RecipePair, ScalingRecipe
 from dispatch.frameworks import framework
 from dispatch.quantization import ScaledArray, quantize
 
+BACKEND = cublas.CublasBackend()
+
 TENSOR, ROW, BLOCKS = "e4m3:tensor", "e4m3:row", "e4m3:1x128@e4m3:128x128"
 MIXES = ("e4m3:tensor@e5m2:tensor", "e5m2:tensor@e4m3:tensor")
 ARCHS = {
-    "sm70": False, "sm75": False, "sm80": False, "sm86": False, "sm89": True, "sm90": True, "sm100": True,
-    "sm103": True, "sm120": True, "sm121": True, "sm990": False,
+    "sm70": False,
+    "sm75": False,
+    "sm80": False,
+    "sm86": False,
+    "sm89": True,
+    "sm90": True,
+    "sm100": True,
+    "sm103": True,
+    "sm120": True,
+    "sm121": True,
+    "sm990": False,
 }
 
 
 def problem(recipe: str | None = ROW, *, m: int = 512, n: int = 512, k: int = 512, **facts: Any) -> Problem:
     values = {
-        "a": Operand("bfloat16"), "b": Operand("bfloat16"), "out_dtype": "bfloat16", "framework": "torch",
-        "arch": "sm90", "device": "cuda:0", "accumulation": None if recipe is None else "promoted", **facts,
+        "a": Operand("bfloat16"),
+        "b": Operand("bfloat16"),
+        "out_dtype": "bfloat16",
+        "framework": "torch",
+        "arch": "sm90",
+        "device": "cuda:0",
+        "accumulation": None if recipe is None else "promoted",
+        **facts,
     }
     return Problem(m, n, k, recipe=None if recipe is None else RecipePair.parse(recipe), **values)
 
@@ -200,8 +216,15 @@ class _Torch:
             operands.append(dataclasses.replace(fact, prepared=name in prepare))
             given.append(BACKEND.prepare(x, side, axis=axis) if name in prepare else x)
         asked = problem(
-            recipe, m=a.shape[0], n=b.shape[1], k=a.shape[1], a=operands[0], b=operands[1], device=self.device,
-            bias=None if bias is None else room.dtype_name(bias), **facts,
+            recipe,
+            m=a.shape[0],
+            n=b.shape[1],
+            k=a.shape[1],
+            a=operands[0],
+            b=operands[1],
+            device=self.device,
+            bias=None if bias is None else room.dtype_name(bias),
+            **facts,
         )
         assert reasons(asked) == ""
         out = BACKEND.plan(asked)(*given, *(() if bias is None else (bias,)))
@@ -481,8 +504,15 @@ class JaxProducts:
             whole = x if scaled else quantize(x, side, axis=axis)
             decoded.append(np.asarray(x if raw else whole.dequantize("float32"), np.float64))
         asked = problem(
-            recipe, m=a.shape[0], n=b.shape[1], k=a.shape[1], a=operands[0], b=operands[1], framework="jax",
-            bias=None if bias is None else str(bias.dtype), **facts,
+            recipe,
+            m=a.shape[0],
+            n=b.shape[1],
+            k=a.shape[1],
+            a=operands[0],
+            b=operands[1],
+            framework="jax",
+            bias=None if bias is None else str(bias.dtype),
+            **facts,
         )
         assert reasons(asked) == ""
         extra = () if bias is None else (bias,)

@@ -1,1 +1,5 @@
-"""Scaling recipes applied: reference quantizers, scaled arrays, prepared operands."""
+"""Scaled arrays: FP8 values with the scales that decode them."""
+
+from dispatch.quantization.scaled_array import ScaledArray
+
+__all__ = ["ScaledArray"]

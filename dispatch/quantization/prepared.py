@@ -1,0 +1,119 @@
+"""PreparedOperand: an array with the forms made of it, each once, as long as it does not change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dispatch.frameworks import NAMES, Framework, framework_of
+from dispatch.quantization.scaled_array import ScaledArray
+
+_PASSING = frozenset(("traced", "captured"))
+"""Modes in which what is made has no values yet."""
+
+
+@dataclass(slots=True)
+class _Form:
+    """One form of the array: made under its own lock, so that other forms do not wait for it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    made: bool = False
+    value: Any = None
+
+
+class PreparedOperand:
+    """An array and its forms, say quantized ones: made lazily, kept, and made anew when the array has changed.
+
+    A change is noticed by the array's in-place version, which torch counts. It does not move on writes through
+    `.data` or a NumPy alias, by an optimizer replayed in a CUDA graph, or to an inference tensor; NumPy arrays have
+    none. Call refresh() after those. JAX arrays never change. The array is held, so its memory is not reused.
+    """
+
+    __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_room")
+
+    def __init__(self, array: Any) -> None:
+        self._room = _room(array)
+        self._array = array
+        self._lock = threading.Lock()
+        self._forms: dict[Hashable, _Form] = {}
+        self._made_at = self.version
+
+    @property
+    def array(self) -> Any:
+        """The array itself."""
+        return self._array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return tuple(self._array.shape)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes the array has."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the array's dtype."""
+        return self._room.dtype_name(self._array)
+
+    @property
+    def version(self) -> int | None:
+        """The array's in-place version, or None where the framework counts none."""
+        try:
+            return getattr(self._array, "_version", None)
+        except RuntimeError:  # an inference tensor's
+            return None
+
+    def form(self, key: Hashable, make: Callable[[Any], Any]) -> Any:
+        """Return `make(array)`, made once for `key` and array version however many threads ask.
+
+        It is made outside any trace, autocast or inference mode around this call, without gradients, so that it
+        serves every later one. Where that cannot be, for a tracer and under CUDA graph capture, nothing is kept; nor is
+        it when `make` raises. `make` must not ask for the form of its own key.
+        """
+        with self._lock:
+            if (version := self.version) != self._made_at:
+                self._forms = {}
+                self._made_at = version
+            form = self._forms.setdefault(key, _Form())
+        with form.lock:
+            if not form.made:
+                if _PASSING.intersection(self._room.modes(self._array, self._array)):
+                    return make(self._array)
+                form.value = self._room.isolated(lambda: make(self._array))
+                form.made = True
+            return form.value
+
+    def refresh(self) -> None:
+        """Drop all forms: the array was written to behind its version's back."""
+        with self._lock:
+            self._forms = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy makes its own forms
+        return PreparedOperand, (self._array,)
+
+    def __repr__(self) -> str:
+        return f"PreparedOperand({self._room.name}, {self.dtype}, shape={self.shape}, forms={len(self._forms)})"
+
+
+def prepare(b: Any) -> PreparedOperand:
+    """Return `b`, an array, ready to keep its quantized forms from one product to the next.
+
+    For products that meet the same weight again and again. A transposed weight is prepared as it is multiplied,
+    `prepare(w.mT)`: in torch a view shares the version of its base. A PreparedOperand is returned as it is. Raises
+    TypeError for anything that is no array, and for a ScaledArray, which is quantized already.
+    """
+    return b if isinstance(b, PreparedOperand) else PreparedOperand(b)
+
+
+def _room(array: Any) -> Framework:
+    if isinstance(array, ScaledArray):
+        raise TypeError("prepare: a ScaledArray is quantized already; multiply by it as it is")
+    room = framework_of(array)
+    if room is None:
+        raise TypeError(f"prepare: {type(array).__name__} is no array; allowed: an array of {', '.join(NAMES)}")
+    return room

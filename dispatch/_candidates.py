@@ -75,6 +75,14 @@ def _takes(operand: Operand, recipe: ScalingRecipe) -> bool:
     return operand.dtype == FORMATS[recipe.dtype] and recipe.granularity == "tensor"
 
 
+def summarized(name: str, asked: dict[Candidate, list[Rejection]]) -> dict[Candidate, list[Rejection]]:
+    """Return the rejections of a backend's candidates; one for all of them where they have a reason in common."""
+    shared = [reason for reason in next(iter(asked.values()), []) if all(reason in x for x in asked.values())]
+    if shared:
+        return {Candidate(name): shared}
+    return {candidate: reasons for candidate, reasons in asked.items() if reasons}
+
+
 def no_backend(problem: Problem, rejections: dict[Candidate, list[Rejection]]) -> str:
     """Return the text of a NoBackendError: the problem, and each reason."""
     lines = [f"  {candidate}: {'; '.join(map(str, reasons))}" for candidate, reasons in rejections.items()]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dispatch._backend import Backend, Plan, Rejection
-from dispatch._candidates import disallowed, no_backend, proposals, unlisted, unquantizable
+from dispatch._candidates import disallowed, no_backend, proposals, summarized, unlisted, unquantizable
 from dispatch._decision import Decision, decide, named
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, Candidate, Measurement
@@ -216,11 +216,9 @@ class Engine:
             proposed = [] if whole else list(proposals(backend, problem, policy))
             if not proposed:
                 rejections[Candidate(name)] = whole or unlisted(backend)
-            for candidate in proposed:
-                if reasons := self._ask(backend, candidate, problem, policy):
-                    rejections[candidate] = reasons
-                else:
-                    able.append(candidate)
+            asked = {candidate: self._ask(backend, candidate, problem, policy) for candidate in proposed}
+            able += [candidate for candidate, reasons in asked.items() if not reasons]
+            rejections.update(summarized(name, asked))
         return able, rejections
 
     def _whole(self, name: str, problem: Problem, policy: Policy) -> list[Rejection]:
@@ -234,10 +232,11 @@ class Engine:
     def _ask(self, backend: Backend, candidate: Candidate, problem: Problem, policy: Policy) -> list[Rejection]:
         reasons = unquantizable(candidate, problem, policy) if candidate.scaled else []
         try:
-            return reasons + list(backend.rejections(problem.proposing(candidate.recipe, candidate.accumulation)))
+            reasons += backend.rejections(problem.proposing(candidate.recipe, candidate.accumulation))
         except BaseException as error:  # a plugin's code may raise anything
             self.condemn(backend.name, error)
             return [Rejection("fault", f"{type(error).__name__}: {error}", "a backend that works")]
+        return list(dict.fromkeys(reasons))
 
     def _backend(self, candidate: Candidate) -> Backend:
         return self.registry.backends[candidate.backend].backend

@@ -70,7 +70,9 @@ def naive(x, recipe, axis):
         scales = np.zeros((count, down, across), np.float32)
         boxes = {
             (e, i, j): np.s_[e, i * height : (i + 1) * height, j * width : (j + 1) * width]
-            for e in range(count) for i in range(down) for j in range(across)
+            for e in range(count)
+            for i in range(down)
+            for j in range(across)
         }
     for where, box in boxes.items():
         scales[where] = naive_scale(flat[box], recipe)
@@ -120,8 +122,12 @@ shapes = st.one_of(
 
 @settings(deadline=None, max_examples=40)
 @given(
-    shape=shapes, recipe=st.sampled_from(RECIPES), axis=st.sampled_from([-1, -2]), seed=st.integers(0, 999),
-    dtype=st.sampled_from(["float64", "float32", "float16", "bfloat16"]), specials=st.booleans(),
+    shape=shapes,
+    recipe=st.sampled_from(RECIPES),
+    axis=st.sampled_from([-1, -2]),
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from(["float64", "float32", "float16", "bfloat16"]),
+    specials=st.booleans(),
 )
 def test_every_framework_gives_the_bits_of_the_naive_quantizer(shape, recipe, axis, seed, dtype, specials):
     axis = -1 if len(shape) == 1 else axis

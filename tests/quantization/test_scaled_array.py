@@ -70,8 +70,11 @@ def test_has_one_scale_a_block(name, recipe, shape, axis, scale):
 
 @settings(deadline=None, max_examples=40)
 @given(
-    granularity=st.sampled_from(GRANULARITIES), scale_dtype=st.sampled_from(["float32", "e8m0"]),
-    rows=st.integers(1, 140), cols=st.integers(1, 140), batch=st.sampled_from([(), (2,)]),
+    granularity=st.sampled_from(GRANULARITIES),
+    scale_dtype=st.sampled_from(["float32", "e8m0"]),
+    rows=st.integers(1, 140),
+    cols=st.integers(1, 140),
+    batch=st.sampled_from([(), (2,)]),
     name=st.sampled_from(["numpy", "torch"]),
 )
 def test_quantizing_commutes_with_transposing(granularity, scale_dtype, rows, cols, batch, name):

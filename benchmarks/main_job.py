@@ -43,8 +43,9 @@ def main() -> None:
     arguments = parser.parse_args()
     archs = dispatch.machine()["archs"]
     rows = []
-    for framework in dispatch.installed():
-        gpu = any(arch.startswith("sm") for arch in archs[framework])
+    on_gpu = [name for name in archs if any(arch.startswith("sm") for arch in archs[name])]
+    for framework in on_gpu or archs:
+        gpu = framework in on_gpu
         sizes = arguments.sizes or ([8192, 2048, 512] if gpu else [1024])
         for size in sizes:
             for dtype in ["bfloat16"] if gpu else ["bfloat16", "float16", "float32"]:

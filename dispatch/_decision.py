@@ -231,7 +231,8 @@ class _Judge:
             assert self.baseline is not None
             times = f"{_us(found.latency_us)} against {_us(self.baseline.latency_us)}"
             return winner, f"{found.speedup:.2f}x the framework's own product ({times}), {self._error(winner)}"
-        fallback, why = self._fallback(verdicts), self._why(verdicts)
+        fallback = self._fallback(verdicts)
+        why = self._why([v for v in verdicts if v.candidate != fallback])
         if self.problem.encoded and (better := self._faster_than_decoding(verdicts, fallback)):
             return better, f"{why}; but it is faster than decoding the operands and multiplying those"
         return fallback, why
@@ -242,7 +243,9 @@ class _Judge:
         return min((c for c, found in table.items() if found is best or _tied(found, best)), key=self.rank)
 
     def _fallback(self, verdicts: Sequence[Verdict]) -> Candidate:
+        lossy = [v for v in verdicts if v.measurement and narrower(self.problem, v.candidate)]
         wrong = any(v.outcome == "too wrong" and self.fast(v.candidate) for v in verdicts)
+        wrong = wrong or (bool(lossy) and all(v.outcome == "too wrong" for v in lossy))
         chain = self.policy.fallback.too_wrong if wrong else self.policy.fallback.too_slow
         able = [v.candidate for v in verdicts if v.outcome != "rejected"]
         for name in (*chain, "bf16_fallback"):

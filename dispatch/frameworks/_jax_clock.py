@@ -13,7 +13,8 @@ from dispatch.frameworks._clock import Call, WallClock
 
 L2_BYTES = 128 << 20  # JAX does not tell; no L2 is larger today (B200: 126 MB)
 MOST_SETS = 16
-SHORT, LONG = 2, 10  # products in the two chains
+SHORT, LONGER = 2, 16  # products in the short chain, and how many more there are in the long one at most
+LEAST_US = 1000.0  # of difference between the chains that one timing adds up
 
 
 def blocking(call: Plan) -> Plan:
@@ -35,8 +36,9 @@ class JaxWallClock(WallClock):
 class JaxDeviceClock:
     """A stopwatch of device time.
 
-    Each call is compiled into two chains, of SHORT and LONG products; an optimization barrier lets each begin only
-    after the one before, on the next set of operands. The difference of the two times has no launch cost in it.
+    Each call is compiled into two chains, of SHORT products and of more; an optimization barrier lets each begin only
+    after the one before, on the next set of operands, and every result is returned, so that none is dead code. The
+    difference of the two times has no launch cost in it.
     """
 
     device_time = True
@@ -47,7 +49,8 @@ class JaxDeviceClock:
         sizes = [sum(x.nbytes for x in jax.tree.leaves(operands)) or 1 for _, operands in calls]
         wanted, most = -(-2 * L2_BYTES // min(sizes)), memory_bytes // max(sizes)
         self._sets = max(1, min(MOST_SETS, wanted, most))
-        self._chains: dict[int, tuple[Any, Any, int]] = {}
+        self._memory = memory_bytes
+        self._chains: dict[int, tuple[Any, Any, int, int]] = {}
         self._rotated = [self._rotate(operands) for _, operands in calls]
 
     def _rotate(self, operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -65,26 +68,29 @@ class JaxDeviceClock:
     def _time(self, index: int) -> float:
         sets = self._rotated[index]
         if index not in self._chains:
-            short, long = (self._compiled(self._calls[index][0], sets, length) for length in (SHORT, LONG))
-            gauge = (self._run(long, sets) - self._run(short, sets)) / (LONG - SHORT)
-            self._chains[index] = short, long, max(1, min(50, int(200 / max(gauge, 4.0))))
-        short, long, repeats = self._chains[index]
+            call = self._calls[index][0]
+            result = jax.eval_shape(call, *sets[0])
+            more = max(1, min(LONGER, self._memory // max(1, result.size * result.dtype.itemsize) - SHORT))
+            short, long = (self._compiled(call, sets, length) for length in (SHORT, SHORT + more))
+            gauge = (self._run(long, sets) - self._run(short, sets)) / more
+            self._chains[index] = short, long, more, max(1, min(50, int(LEAST_US / max(gauge * more, 1.0))))
+        short, long, more, repeats = self._chains[index]
         spent = sum(self._run(long, sets) - self._run(short, sets) for _ in range(repeats)) / repeats
-        return max(spent / (LONG - SHORT), 0.01)
+        return max(spent / more, 0.01)
 
     def _run(self, chain: Callable[..., Any], sets: list[tuple[Any, ...]]) -> float:
         start = time.perf_counter_ns()
-        chain(sets).block_until_ready()
+        jax.block_until_ready(chain(sets))
         return (time.perf_counter_ns() - start) / 1e3
 
     def _compiled(self, call: Plan, sets: list[tuple[Any, ...]], length: int) -> Callable[..., Any]:
         def chain(sets: list[tuple[Any, ...]]) -> Any:
-            out = None
+            out = []
             for i in range(length):
                 operands = sets[i % len(sets)]
-                if out is not None:
-                    operands, out = jax.lax.optimization_barrier((operands, out))
-                out = call(*operands)
+                if out:
+                    operands, out[-1] = jax.lax.optimization_barrier((operands, out[-1]))
+                out.append(call(*operands))
             return out
 
         compiled: Callable[..., Any] = jax.jit(chain).lower(sets).compile()

@@ -9,8 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+# tests/dispatch is no package, but from this folder `python -m pytest` would find it before an editable install.
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]
+os.environ["PYTHONSAFEPATH"] = "1"  # the same for processes that tests start
 
 _cache = tempfile.TemporaryDirectory(prefix="dispatch-tests-")
 os.environ["DISPATCH_CACHE_DIR"] = _cache.name  # before anything imports dispatch

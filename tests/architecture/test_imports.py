@@ -143,7 +143,7 @@ def violations(source: str, module: str, package: bool = False) -> list[str]:
             fine = root in rule.libraries or (item.lazy and root in rule.lazy_libraries)
         if not fine:
             found.append(f"{module}:{item.line} imports {item.target}{' (lazily)' if item.lazy else ''}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _matches(target: str, patterns: tuple[str, ...]) -> bool:

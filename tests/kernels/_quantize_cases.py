@@ -68,7 +68,9 @@ def expected_scale(x: torch.Tensor, fmt: torch.dtype, route: str) -> torch.Tenso
     magnitude = torch.where(x.isfinite(), x.float().abs(), 0.0)
     axis = {"rows": 1, "columns": 0, "columns_two_launches": 0}.get(route)
     amax = magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)
-    return (amax / FORMATS[fmt]).clamp(2.0**-126, torch.finfo(torch.float32).max)
+    # By a tensor: on a GPU torch divides by a number through its reciprocal, which rounds twice.
+    largest = torch.full_like(amax, FORMATS[fmt])
+    return (amax / largest).clamp(2.0**-126, torch.finfo(torch.float32).max)
 
 
 def complaints(

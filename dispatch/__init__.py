@@ -1,7 +1,6 @@
 """Matrix products by the fastest route that is accurate enough, and the reason why."""
 
 from dispatch._api import (
-    BackendInfo,
     backends,
     clear_store,
     explain,
@@ -18,14 +17,14 @@ from dispatch._decision import Decision, Verdict, decide
 from dispatch._errors import MixedArraysError, NoBackendError, NotLockedError, UnsupportedDtypeError
 from dispatch._explain import rows as table_rows
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
-from dispatch._operands import native
-from dispatch._policy import Policy, PolicyError, current_policy, load_policy, use_policy
 from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
 from dispatch._recipe import FORMATS, RecipePair, ScalingRecipe
-from dispatch._registry import PluginWarning, hookimpl
-from dispatch._store import StoreWarning
 from dispatch.frameworks import framework, framework_of, installed, machine
+from dispatch.frameworks.operands import native
+from dispatch.policies.policy import Policy, PolicyError, current_policy, load_policy, use_policy
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
+from dispatch.registry import BackendInfo, PluginWarning, hookimpl
+from dispatch.remembering import StoreWarning
 
 __version__ = "0.1.0"
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dispatch._backend import Backend, Plan
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
 from dispatch._errors import UnsupportedDtypeError
-from dispatch._operands import array_of, native
-from dispatch._policy import Policy, _in_force, current_policy, load_policy
-from dispatch._registry import Registry, hookimpl
-from dispatch._request import Request, describe, request
-from dispatch._store import DecisionStore
-from dispatch.frameworks import machine
+from dispatch.frameworks.operands import array_of, native
+from dispatch.frameworks.request import Request, describe, request
 from dispatch.measuring.session import is_out_of_memory
+from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
+from dispatch.registry import BackendInfo, Registry, hookimpl, status
+from dispatch.remembering import DecisionStore, from_plain
 
 FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
 MOST_PLANS = 4096  # known calls that are kept, twice at most
@@ -249,45 +248,9 @@ def engine() -> Engine:
     return _engine
 
 
-@dataclass(frozen=True, slots=True)
-class BackendInfo:
-    """One registered backend: where it comes from, and why it cannot work on this machine (None: it can)."""
-
-    name: str
-    distribution: str
-    version: str
-    status: str
-    unavailable: str | None
-
-    @property
-    def available(self) -> bool:
-        """Whether it can run anything here."""
-        return self.unavailable is None
-
-
 def backends() -> list[BackendInfo]:
     """Return every backend in the stable order, with why not where it cannot work here, and what failed to load."""
-    own = engine()
-    archs = machine()["archs"]
-    found = []
-    for name, registered in own.registry.backends.items():
-        statuses = sorted({capability.status for capability in registered.backend.capabilities})
-        why = own.quarantine.get(name) or _unavailable(registered.backend, archs)
-        found.append(BackendInfo(name, registered.distribution, registered.version, "/".join(statuses), why))
-    return found + [BackendInfo(x.name, x.distribution, "", "failed", x.reason) for x in own.registry.faults]
-
-
-def _unavailable(backend: Backend, archs: dict[str, list[str]]) -> str | None:
-    wanted = dict.fromkeys(name for capability in backend.capabilities for name in capability.frameworks)
-    if not any(name in archs for name in wanted):
-        return f"needs {' or '.join(wanted)}, which is not installed"
-    for capability in backend.capabilities:
-        for name in capability.frameworks:
-            if any(capability.runs_on(arch) for arch in archs.get(name, ())):
-                return None
-    needed = dict.fromkeys(arch for capability in backend.capabilities for arch in capability.archs)
-    here = dict.fromkeys(arch for found in archs.values() for arch in found)
-    return f"needs {', '.join(needed)}; this machine has {', '.join(here)}"
+    return status(engine().registry, engine().quarantine)
 
 
 def stats() -> dict[str, Any]:
@@ -336,7 +299,7 @@ def stored() -> list[Decision]:
     found = []
     for _, record in engine().store.entries():
         try:
-            found.append(Decision.from_dict(record["decision"]))
+            found.append(from_plain(Decision, record["decision"]))
         except (KeyError, TypeError, ValueError):
             continue
     return found

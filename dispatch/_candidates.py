@@ -11,7 +11,7 @@ from dispatch._problem import FP8_DTYPES, Operand, Problem
 from dispatch._recipe import FORMATS, RecipePair, ScalingRecipe
 
 if TYPE_CHECKING:
-    from dispatch._policy import Policy
+    from dispatch.policies.policy import Policy
 
 
 def proposals(backend: Backend, problem: Problem, policy: Policy) -> Iterator[Candidate]:
@@ -76,10 +76,11 @@ def _takes(operand: Operand, recipe: ScalingRecipe) -> bool:
 
 
 def summarized(name: str, asked: dict[Candidate, list[Rejection]]) -> dict[Candidate, list[Rejection]]:
-    """Return the rejections of a backend's candidates; one for all of them where they have a reason in common."""
-    shared = [reason for reason in next(iter(asked.values()), []) if all(reason in x for x in asked.values())]
-    if shared:
-        return {Candidate(name): shared}
+    """Return the rejections of a backend's candidates; one for all of them where the machine or framework is wrong."""
+    for subject in ("framework", "arch"):
+        shared = [reason for reasons in asked.values() for reason in reasons if reason.subject == subject]
+        if shared and all(any(reason.subject == subject for reason in reasons) for reasons in asked.values()):
+            return {Candidate(name): shared[:1]}
     return {candidate: reasons for candidate, reasons in asked.items() if reasons}
 
 

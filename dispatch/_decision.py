@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from dispatch._backend import Rejection
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch._problem import Problem
+from dispatch.remembering.codec import to_plain
 
 if TYPE_CHECKING:
-    from dispatch._policy import Policy
+    from dispatch.policies.policy import Policy
 
 LOSSLESS_RATIO = 1.25  # of the baseline's own error: at most that much is no loss
 
@@ -67,51 +68,7 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            "problem": self.problem.to_dict(),
-            "backend": self.backend,
-            "candidate": self.candidate.to_dict(),
-            "reason": self.reason,
-            "speedup": self.speedup,
-            "policy": self.policy,
-            "source": self.source,
-            "settled": self.settled,
-            "baseline": None if self.baseline is None else self.baseline.to_dict(),
-            "candidates": [
-                {
-                    "candidate": v.candidate.to_dict(),
-                    "outcome": v.outcome,
-                    "reason": v.reason,
-                    "measurement": None if v.measurement is None else v.measurement.to_dict(),
-                    "rejections": [{"subject": r.subject, "found": r.found, "needed": r.needed} for r in v.rejections],
-                }
-                for v in self.candidates
-            ],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the decision that `to_dict` wrote. Raises KeyError, TypeError or ValueError for anything else."""
-        verdicts = tuple(
-            Verdict(
-                Candidate.from_dict(v["candidate"]),
-                v["outcome"],
-                v["reason"],
-                None if v["measurement"] is None else Measurement.from_dict(v["measurement"]),
-                tuple(Rejection(**r) for r in v["rejections"]),
-            )
-            for v in data["candidates"]
-        )
-        return cls(
-            problem=Problem.from_dict(data["problem"]),
-            candidate=Candidate.from_dict(data["candidate"]),
-            reason=data["reason"],
-            candidates=verdicts,
-            baseline=None if data["baseline"] is None else Measurement.from_dict(data["baseline"]),
-            policy=data["policy"],
-            source=data["source"],
-            settled=data["settled"],
-        )
+        return {**to_plain(self), "backend": self.backend, "speedup": self.speedup}
 
     def __str__(self) -> str:
         from dispatch._explain import as_text  # noqa: PLC0415 - text is wanted rarely
@@ -171,9 +128,7 @@ class _Judge:
         return (place, str(candidate))
 
     def of(self, candidate: Candidate) -> Measurement | None:
-        """Return the measurement of `candidate`; bf16_fallback is the baseline where nothing needs decoding."""
-        if candidate.backend == "bf16_fallback" and not self.problem.encoded:
-            return self.baseline
+        """Return the measurement of `candidate`; of one that is the framework's own product it is the baseline's."""
         return self.measurements.get(candidate)
 
     def accurate(self, candidate: Candidate) -> bool:

@@ -13,14 +13,14 @@ from dispatch._candidates import disallowed, no_backend, proposals, summarized, 
 from dispatch._decision import Decision, decide, named
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, Candidate, Measurement
-from dispatch._operands import array_of, form, native
-from dispatch._policy import Policy
 from dispatch._problem import Problem
-from dispatch._registry import Registry
-from dispatch._request import Request, describe
-from dispatch._store import DecisionStore, key_of
+from dispatch.frameworks.operands import array_of, form, native
+from dispatch.frameworks.request import Request, describe
 from dispatch.frameworks.shapes import reshaping
-from dispatch.measuring.session import Entrant, Table, is_out_of_memory, measure, random_operands
+from dispatch.measuring.session import Entrant, Operands, Table, is_out_of_memory, measure, random_operands
+from dispatch.policies.policy import Policy
+from dispatch.registry.registry import Registry
+from dispatch.remembering import DecisionStore, from_plain, key_of, to_plain
 
 FORMAT = 1  # of a stored record
 Rejections = dict[Candidate, list[Rejection]]
@@ -60,11 +60,9 @@ class _Case:
         able = {c: measured.get(c) for c in (*self.able, *measured) if c not in rejections}
         return decide(self.problem, able, rejections, self.policy)
 
-    @property
-    def rivals(self) -> list[Candidate]:
-        """The candidates that are not the baseline itself."""
-        own = [] if self.problem.encoded else ["bf16_fallback"]
-        return [candidate for candidate in self.able if candidate.backend not in own]
+    def twin(self, plan: Plan) -> bool:
+        """Return whether a plan is the framework's own product itself, and so the baseline."""
+        return not self.problem.encoded and plan is native(self.problem)
 
 
 class Engine:
@@ -107,7 +105,7 @@ class Engine:
 
     def _decided(self, case: _Case) -> tuple[Decision, bool]:
         lone = case.options.backend is not None and len(case.able) == 1 and not case.able[0].scaled
-        if case.problem.empty or not case.rivals or lone:
+        if case.problem.empty or lone or not any(self._rival(case, x) for x in case.able):
             return case.decide({}), True
         key = self._key(case)
         known = self._known(key, case)
@@ -151,20 +149,46 @@ class Engine:
     def _table(self, case: _Case) -> Table:
         table = Table()
         entrants = []
-        for candidate in case.rivals:
-            proposed = case.problem.proposing(candidate.recipe, candidate.accumulation)
-            backend = self._backend(candidate)
+        twins = []
+        for candidate in case.able:
             try:
-                entrants.append(Entrant(candidate, backend.plan(proposed, candidate.config), _forms(backend, proposed)))
+                plan, forms = self._plan(case.problem, candidate)
             except BaseException as error:  # a plugin's code may raise anything
                 table.blame(candidate, error)
+                continue
+            if case.twin(plan):
+                twins.append(candidate)
+            else:
+                entrants.append(Entrant(candidate, plan, forms))
         call, room = case.call, case.call.room
         assert call.shapes is not None
         operands = (
             random_operands(room, case.problem, call.operands) if "traced" in case.problem.modes else call.operands
         )
         measure(room, case.problem, entrants, call.shapes.canonical(operands, room.xp), case.policy, table)
+        for candidate in twins:
+            table.measurements[candidate] = table.measurements[BASELINE]
+            if BASELINE in table.own_errors:
+                table.own_errors[candidate] = table.own_errors[BASELINE]
         return table
+
+    def _rival(self, case: _Case, candidate: Candidate) -> bool:
+        """Return whether a candidate has to be measured: all but those that are the framework's own product."""
+        try:
+            return candidate.scaled or not case.twin(self._plan(case.problem, candidate)[0])
+        except Exception:  # found again, and recorded, when it is measured
+            return True
+
+    def _plan(self, problem: Problem, candidate: Candidate) -> tuple[Plan, Callable[[Operands], Operands]]:
+        """Return a candidate's plan, and what gives it its operands."""
+        backend = self.registry.backends[candidate.backend].backend
+        proposed = problem.proposing(candidate.recipe, candidate.accumulation)
+
+        def forms(operands: Operands) -> Operands:
+            a, b, *bias = operands
+            return (form(a, backend, proposed, "a"), form(b, backend, proposed, "b"), *bias)
+
+        return backend.plan(proposed, candidate.config), forms
 
     def _serving(self, call: Request, decision: Decision, options: Options) -> Plan:
         """Return the callable for arrays like the caller's."""
@@ -172,12 +196,9 @@ class Engine:
         own = native(problem)
         if candidate == BASELINE or problem.empty:
             return own if call.plain else _undressing(own)
-        proposed = problem.proposing(candidate.recipe, candidate.accumulation)
-        backend = self._backend(candidate)
-        plan = backend.plan(proposed, candidate.config)
+        plan, forms = self._plan(problem, candidate)
         if call.plain and plan is own:
             return own  # the framework's own function, with nothing around it
-        forms = _forms(backend, proposed)
 
         def formed(*operands: Any) -> Any:
             return plan(*forms(operands))
@@ -238,9 +259,6 @@ class Engine:
             return [Rejection("fault", f"{type(error).__name__}: {error}", "a backend that works")]
         return list(dict.fromkeys(reasons))
 
-    def _backend(self, candidate: Candidate) -> Backend:
-        return self.registry.backends[candidate.backend].backend
-
     def _only(self, policy: Policy, backend: str) -> Policy:
         """Return `policy` with one backend allowed, at any speed, within the same tolerance."""
         if backend not in self.registry.backends:
@@ -254,7 +272,7 @@ class Engine:
         return key_of(
             {
                 "format": FORMAT,
-                "problem": case.problem.to_dict(),
+                "problem": to_plain(case.problem),
                 "policy": case.policy.choice_fingerprint,
                 "scope": case.options.scope,
                 "backends": {name: f"{x.distribution} {x.version}" for name, x in self.registry.backends.items()},
@@ -267,7 +285,7 @@ class Engine:
         decision = self._memory.get(key)
         if decision is None and (record := self.store.get(key)) is not None:
             try:
-                decision = replace(Decision.from_dict(record["decision"]), source="store")
+                decision = replace(from_plain(Decision, record["decision"]), source="store")
             except (KeyError, TypeError, ValueError):
                 return None  # a record that this version cannot read is a miss
         if decision is None or decision.candidate not in (*case.able, BASELINE):
@@ -283,14 +301,6 @@ class Engine:
                 return False
             self._measuring.add(key)
             return True
-
-
-def _forms(backend: Backend, problem: Problem) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    def formed(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        a, b, *bias = operands
-        return (form(a, backend, problem, "a"), form(b, backend, problem, "b"), *bias)
-
-    return formed
 
 
 def _undressing(own: Plan) -> Plan:

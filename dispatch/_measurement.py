@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
 from dispatch._recipe import RecipePair
 
@@ -23,17 +22,6 @@ class Candidate:
     def scaled(self) -> bool:
         """Whether it quantizes, and so may lose accuracy."""
         return self.recipe is not None
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the candidate that `to_dict` wrote."""
-        recipe = data["recipe"]
-        return cls(**{**data, "recipe": None if recipe is None else RecipePair.parse(recipe)})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        recipe = None if self.recipe is None else str(self.recipe)
-        return {"backend": self.backend, "recipe": recipe, "accumulation": self.accumulation, "config": self.config}
 
     def __str__(self) -> str:
         parts = (self.backend, self.recipe, self.accumulation, self.config)
@@ -78,13 +66,3 @@ class Measurement:
     error_data: str | None = None
     settled: bool = True
     rounding: Error | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the measurement that `to_dict` wrote."""
-        errors = {name: None if data[name] is None else Error(**data[name]) for name in ("error", "rounding")}
-        return cls(**{**data, **errors})

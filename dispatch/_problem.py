@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 from dispatch._recipe import RecipePair, ScalingRecipe
 
@@ -87,27 +87,6 @@ class Problem:
     def proposing(self, recipe: RecipePair | None, accumulation: str | None = None) -> Self:
         """Return the problem as one candidate sees it."""
         return replace(self, recipe=recipe, accumulation=accumulation)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        out = asdict(self)
-        for side, operand in (("a", self.a), ("b", self.b)):
-            out[side]["recipe"] = None if operand.recipe is None else str(operand.recipe)
-        out["recipe"] = None if self.recipe is None else str(self.recipe)
-        return out
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the problem that `to_dict` wrote."""
-        values = dict(data)
-        for side in ("a", "b"):
-            operand = dict(values[side], batch=tuple(values[side]["batch"]))
-            if operand["recipe"] is not None:
-                operand["recipe"] = ScalingRecipe.parse(operand["recipe"])
-            values[side] = Operand(**operand)
-        if values["recipe"] is not None:
-            values["recipe"] = RecipePair.parse(values["recipe"])
-        return cls(**dict(values, modes=tuple(values["modes"])))
 
     def __str__(self) -> str:
         dtypes = self.a.dtype if self.a.dtype == self.b.dtype else f"{self.a.dtype} x {self.b.dtype}"

@@ -22,6 +22,9 @@ class Stopwatch(Protocol):
     device_time: bool
     """True for time on a GPU (medians decide), False for wall clock on a CPU (minima decide)."""
 
+    def prepare(self) -> None:
+        """Compile, capture and warm up every call, so that no round has that in it."""
+
     def round(self, order: Sequence[int]) -> list[float]:
         """Run each call of `order` (indices into the calls) once and return microseconds a call, in that order."""
 

@@ -24,6 +24,9 @@ class WallClock:
         self._calls = calls
         self._repeats: dict[int, int] = {}
 
+    def prepare(self) -> None:
+        """Do nothing: the first run of a call is its warm-up, and may take seconds."""
+
     def round(self, order: Sequence[int]) -> list[float]:
         """Run each call of `order` once and return microseconds a call, in that order."""
         return [self._time(index) for index in order]

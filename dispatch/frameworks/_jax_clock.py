@@ -65,15 +65,20 @@ class JaxDeviceClock:
         """Run each call of `order` once and return microseconds a call, in that order."""
         return [self._time(index) for index in order]
 
+    def prepare(self) -> None:
+        """Compile every call's chains and run them."""
+        self._chains = {index: self._chain(index) for index in range(len(self._calls))}
+
+    def _chain(self, index: int) -> tuple[Any, Any, int, int]:
+        call, sets = self._calls[index][0], self._rotated[index]
+        result = jax.eval_shape(call, *sets[0])
+        more = max(1, min(LONGER, self._memory // max(1, result.size * result.dtype.itemsize) - SHORT))
+        short, long = (self._compiled(call, sets, length) for length in (SHORT, SHORT + more))
+        gauge = min(self._run(long, sets) - self._run(short, sets) for _ in range(3))
+        return short, long, more, max(1, min(50, int(LEAST_US / max(gauge, 1.0))))
+
     def _time(self, index: int) -> float:
         sets = self._rotated[index]
-        if index not in self._chains:
-            call = self._calls[index][0]
-            result = jax.eval_shape(call, *sets[0])
-            more = max(1, min(LONGER, self._memory // max(1, result.size * result.dtype.itemsize) - SHORT))
-            short, long = (self._compiled(call, sets, length) for length in (SHORT, SHORT + more))
-            gauge = (self._run(long, sets) - self._run(short, sets)) / more
-            self._chains[index] = short, long, more, max(1, min(50, int(LEAST_US / max(gauge * more, 1.0))))
         short, long, more, repeats = self._chains[index]
         spent = sum(self._run(long, sets) - self._run(short, sets) for _ in range(repeats)) / repeats
         return max(spent / more, 0.01)

@@ -42,12 +42,14 @@ class CudaClock:
 
         return [map_arrays(operands, pick(index), _is_tensor) for index in range(self._sets)]
 
+    def prepare(self) -> None:
+        """Capture every call's graph and warm it up."""
+        with torch.cuda.device(self._device):
+            self._runs = {index: self._prepare(index) for index in range(len(self._calls))}
+
     def round(self, order: Sequence[int]) -> list[float]:
         """Run each call of `order` once and return microseconds a call, in that order."""
         with torch.cuda.device(self._device):
-            for index in order:
-                if index not in self._runs:
-                    self._runs[index] = self._prepare(index)
             spans = [self._timed(*self._runs[index]) for index in order]
             torch.cuda.synchronize(self._device)
             return [start.elapsed_time(end) * 1e3 / count for start, end, count in spans]

@@ -13,10 +13,11 @@ import numpy as np
 from jax.core import Tracer
 from numpy.typing import NDArray
 
-from dispatch._arch import Arch, cpu_arch
+from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._clock import Call
+from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
 from dispatch.frameworks._layout import WIDEST
 

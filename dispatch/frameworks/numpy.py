@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dispatch._arch import Arch, cpu_arch
+from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._clock import Call, WallClock
+from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._epilogue import activate
 from dispatch.frameworks._layout import layout_of
 

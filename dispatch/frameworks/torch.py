@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dispatch._arch import Arch, cpu_arch
+from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks._clock import Call, WallClock
+from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock

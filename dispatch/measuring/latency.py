@@ -42,6 +42,7 @@ def measure_latency(stopwatch: Stopwatch, gates: Sequence[float], budget_ms: flo
     minimum and median disagree about a gate there are rounds for UNDECIDED_S, and a call that is still undecided is
     not settled. `budget_ms` ends the rounds early.
     """
+    stopwatch.prepare()
     session = _Session(stopwatch, gates)
     end = time.perf_counter() + budget_ms / 1e3
     session.run_round()

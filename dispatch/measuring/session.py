@@ -10,16 +10,16 @@ import numpy as np
 
 from dispatch._decision import as_good, narrower
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
-from dispatch._operands import array_of, decode, decoded, native
 from dispatch._problem import Problem
+from dispatch.frameworks.operands import array_of, decode, decoded, native
 from dispatch.measuring.error import Float64, Truth, compare, finite_fault, truth
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 
 if TYPE_CHECKING:
     from dispatch._backend import Plan
-    from dispatch._policy import Policy
     from dispatch.frameworks import Framework
+    from dispatch.policies.policy import Policy
 
 Operands = tuple[Any, ...]
 """a and b, and the bias where the problem has one."""

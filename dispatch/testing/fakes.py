@@ -104,6 +104,9 @@ class _FakeStopwatch:
     def __init__(self, names: list[str], give: Callable[[str], float], device_time: bool) -> None:
         self.names, self.give, self.device_time = names, give, device_time
 
+    def prepare(self) -> None:
+        """Do nothing."""
+
     def round(self, order: Sequence[int]) -> list[float]:
         """Return what the test says of each."""
         return [self.give(self.names[index]) for index in order]

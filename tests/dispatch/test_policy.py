@@ -18,13 +18,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from dispatch.policies._file import KEYS, MATCH, check
+from dispatch.policies.facts import SECTIONS, Backends, Match, Range
+from dispatch.policies.policy import Policy, PolicyError, current_policy, load_policy, shipped_policies, use_policy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatch import _policy
-from dispatch._policy import Policy, PolicyError, current_policy, load_policy, shipped_policies, use_policy
-from dispatch._policy_facts import SECTIONS, Backends, Match, Range
-from dispatch._policy_file import KEYS, MATCH, check
 from dispatch._problem import Operand, Problem
 from dispatch._recipe import RecipePair
 
@@ -315,7 +315,7 @@ def test_an_empty_file_is_the_default(write):
 
 def process(code, **env):
     clean = {k: v for k, v in os.environ.items() if k != "DISPATCH_POLICY"} | env
-    script = f"from dispatch._policy import *\n{code}"
+    script = f"from dispatch.policies.policy import *\n{code}"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=clean, check=False)
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from dispatch import _store, _store_file
-from dispatch._store import DecisionStore, StoreWarning, key_of
+from dispatch.remembering.store import DecisionStore, StoreWarning, key_of
 
 PRELUDE = """
 import json, os, sys, threading, time, warnings
 from pathlib import Path
-from dispatch._store import DecisionStore
+from dispatch.remembering.store import DecisionStore
 said = []
 warnings.simplefilter("always")
 warnings.showwarning = lambda message, category, *rest: said.append(f"{category.__name__}: {message}")

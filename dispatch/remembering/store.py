@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from platformdirs import user_cache_path
 
-from dispatch._store_file import UnusableError, check_home, open_file
+from dispatch.remembering._file import UnusableError, check_home, open_file
 
 MAX_ROWS: Final = 100_000
 MAX_IN_MEMORY: Final = 10_000

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dispatch._errors import MixedArraysError
-from dispatch._operands import array_of, decoded_dtype
 from dispatch._problem import ACTIVATIONS, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
+from dispatch.frameworks.operands import array_of, decoded_dtype
 from dispatch.frameworks.shapes import Shapes
 from dispatch.quantization import PreparedOperand, ScaledArray
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dispatch.policies.facts import Range
+
 from dispatch._measurement import METRICS
-from dispatch._policy_facts import Range
 from dispatch._problem import FLOAT_DTYPES
 from dispatch._recipe import RecipePair
 from dispatch.frameworks import NAMES

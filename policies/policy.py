@@ -15,8 +15,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from dispatch._policy_facts import SECTIONS, Backends, ErrorGate, Fallback, Gate, Guard, Match, Recipes, Rule, Tuning
-from dispatch._policy_file import PolicyError, Statements, check, parse
+from dispatch.policies._file import PolicyError, Statements, check, parse
+from dispatch.policies.facts import SECTIONS, Backends, ErrorGate, Fallback, Gate, Guard, Match, Recipes, Rule, Tuning
+
 from dispatch._problem import Problem
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -1,0 +1,6 @@
+"""What is remembered between processes: the decision store, and facts as JSON."""
+
+from dispatch.remembering.codec import from_plain, to_plain
+from dispatch.remembering.store import DecisionStore, StoreWarning, key_of
+
+__all__ = ["DecisionStore", "StoreWarning", "from_plain", "key_of", "to_plain"]

@@ -19,7 +19,7 @@ def as_text(decision: Decision) -> str:
 
 def rows(decision: Decision) -> list[tuple[str, ...]]:
     """Return the table's rows, header first: the framework's own product, then a row for each candidate."""
-    table = [HEADER]
+    table: list[tuple[str, ...]] = [HEADER]
     if decision.baseline is not None:
         table.append(("framework's own", *_figures(decision.baseline), "baseline", ""))
     table += [_row(verdict) for verdict in decision.candidates]

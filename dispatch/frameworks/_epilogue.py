@@ -21,7 +21,7 @@ def activate(x: NDArray[Any], activation: str | None) -> NDArray[Any]:
         return x
     with np.errstate(all="ignore"):
         if activation == "relu":
-            return np.maximum(x, np.zeros((), x.dtype))
+            return np.asarray(np.maximum(x, np.zeros((), x.dtype)))
         if activation == "gelu":
             return np.asarray(x * 0.5 * (1.0 + np.asarray(_erf(x * math.sqrt(0.5)), dtype=x.dtype)), x.dtype)
         if activation == "gelu_tanh":

@@ -90,7 +90,7 @@ class JaxDeviceClock:
 
     def _compiled(self, call: Plan, sets: list[tuple[Any, ...]], length: int) -> Callable[..., Any]:
         def chain(sets: list[tuple[Any, ...]]) -> Any:
-            out = []
+            out: list[Any] = []
             for i in range(length):
                 operands = sets[i % len(sets)]
                 if out:

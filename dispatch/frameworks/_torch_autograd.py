@@ -36,7 +36,7 @@ def _array(operand: Any) -> Any:
     return operand if isinstance(operand, Tensor) else getattr(operand, "array", None)
 
 
-class _Product(torch.autograd.Function):
+class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(a: Tensor | None, b: Tensor | None, bias: Tensor | None, rest: tuple[Any, ...]) -> Tensor:
         given_a, given_b, plan, _, _ = rest
@@ -51,7 +51,7 @@ class _Product(torch.autograd.Function):
         ctx.activation, ctx.again = activation, again
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, bias = ctx.saved_tensors
         a = ctx.scaled[0].dequantize() if a is None else a
         b = ctx.scaled[1].dequantize() if b is None else b

@@ -91,7 +91,8 @@ class CudaClock:
         except RuntimeError:  # it synchronizes, or allocates outside the pool
             torch.cuda.synchronize(self._device)
             return eager
-        return graph.replay
+        replay: Callable[[], None] = graph.replay
+        return replay
 
 
 def _is_tensor(value: Any) -> bool:

@@ -46,7 +46,8 @@ class NumpyRoom:
         except TypeError:
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, name))
+            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+            return found
 
     def name_of_dtype(self, dtype: Any) -> str:
         """Return the name of a dtype or of anything that np.dtype takes."""

@@ -7,54 +7,18 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
-from dispatch._backend import Backend, Plan
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
-from dispatch._errors import UnsupportedDtypeError
-from dispatch.frameworks.operands import array_of, native
-from dispatch.frameworks.request import Request, describe, request
+from dispatch.frameworks.operands import array_of
+from dispatch.frameworks.request import Request, describe, own_product, refused, request
 from dispatch.measuring.session import is_out_of_memory
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
-from dispatch.registry import BackendInfo, Registry, hookimpl, status
-from dispatch.remembering import DecisionStore, from_plain
+from dispatch.registry import BackendInfo, Registry, status
+from dispatch.remembering import DecisionStore, KnownCalls, from_plain
 
 FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
-MOST_PLANS = 4096  # known calls that are kept, twice at most
-
-
-class _Table:
-    """Known calls by key, least recently used forgotten first, without a lock and without cost on a hit.
-
-    Two generations: what is used lives in `young`; when that is full it becomes `old`, and what is not used again
-    from there goes with it.
-    """
-
-    def __init__(self) -> None:
-        self.young: dict[Hashable, Plan] = {}
-        self.old: dict[Hashable, Plan] = {}
-
-    def find(self, key: Hashable) -> Plan | None:
-        """Return an old plan, young again, or None."""
-        plan = self.old.get(key)
-        if plan is not None:
-            self.keep(key, plan)
-        return plan
-
-    def keep(self, key: Hashable, plan: Plan) -> None:
-        """Remember a plan."""
-        if len(self.young) >= MOST_PLANS:
-            self.old = dict(self.young)
-            self.young.clear()
-        self.young[key] = plan
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.old = {}
-        self.young.clear()
-
-
-_table = _Table()
+_table = KnownCalls()
 _young = _table.young
 _served: dict[Hashable, str] = {}
 """The backend of every known call that a plugin serves."""
@@ -121,7 +85,7 @@ def explain(
     call, options = request(a, b, bias, activation, out_dtype), _options(policy, backend, scope)
     problem = describe(call)
     if problem is None:
-        _refused(call)
+        refused(call)
         raise TypeError(f"{call.room.name} multiplies these by a rule of its own: there is nothing to choose")
     if _key(call, options) is None:
         rule = "the call belongs to a transform, a compiler or a subclass"
@@ -133,14 +97,14 @@ def _call(call: Request, options: Options) -> Any:
     """Serve a call that the table did not."""
     key = _key(call, options)
     if key is None:
-        return _own(call)
+        return own_product(call)(*call.operands)
     plan = _young.get(key) or _table.find(key)
     while True:
         backend = _served.get(key)
         if plan is None:
             resolved = engine().resolve(call, options)
             if resolved is None:
-                return _refused(call)
+                return refused(call)
             plan, backend = resolved.plan, resolved.decision.backend
             if resolved.keep:
                 _remember(key, call, resolved)
@@ -150,7 +114,7 @@ def _call(call: Request, options: Options) -> Any:
             if backend is None or backend in FRAMEWORKS_OWN:
                 raise
             if is_out_of_memory(error):
-                plan = native_of(call)
+                plan = own_product(call)
             else:
                 _failed(key, error, backend)
                 _check_alive(call, backend, error)
@@ -201,33 +165,6 @@ def _check_alive(call: Request, backend: str, error: BaseException) -> None:
         ) from error
 
 
-def native_of(call: Request) -> Plan:
-    """Return the framework's own product for a call whose arrays the framework accepts."""
-    problem = describe(call)
-    own = call.room.matmul if problem is None else native(problem)
-    return lambda a, b, *bias: own(getattr(a, "array", a), getattr(b, "array", b), *bias)
-
-
-def _own(call: Request) -> Any:
-    """Return the framework's own product, where nobody else may interfere."""
-    if call.plain and call.bias is None and call.activation is None and call.out_dtype is None:
-        return call.room.matmul(call.a, call.b)
-    return native_of(call)(*call.operands)
-
-
-def _refused(call: Request) -> Any:
-    """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
-    try:
-        return call.room.matmul(array_of(call.a), array_of(call.b))
-    except TypeError:
-        raise
-    except Exception as error:
-        names = {call.room.dtype_name(array_of(x)) for x in (call.a, call.b)}
-        if names & {"bool", "complex32"} and isinstance(error, RuntimeError):
-            raise UnsupportedDtypeError(f"{call.room.name} has no matmul for {' and '.join(sorted(names))}") from error
-        raise
-
-
 def _options(policy: Policy | str | os.PathLike[str] | None, backend: str | None, scope: str | None) -> Options:
     if policy is None:
         return Options(current_policy(), backend, scope)
@@ -259,7 +196,7 @@ def stats() -> dict[str, Any]:
     return {
         "measured": own.counts["measured"],
         "remembered": own.counts["remembered"],
-        "plans": len(_table.young) + len(_table.old),
+        "plans": len(_table),
         "quarantined": dict(own.quarantine),
         "faults": [f"{fault.name} of {fault.distribution}: {fault.reason}" for fault in own.registry.faults],
         "store": {"path": str(own.store.path), "state": own.store.state},
@@ -272,7 +209,7 @@ def register(plugin: Any, *, distribution: str = "caller") -> None:
     For notebooks and tests; a package declares an entry point in the group `dispatch.backends` instead.
     """
     name = str(getattr(plugin, "name", None) or getattr(plugin, "__name__", type(plugin).__name__))
-    engine().registry.add(_Single(plugin) if isinstance(plugin, Backend) else plugin, name, distribution)
+    engine().registry.add(plugin, name, distribution)
     forget()
 
 
@@ -281,17 +218,6 @@ def unregister(name: str, *, distribution: str = "caller") -> None:
     engine().registry.remove(name, distribution)
     engine().quarantine.pop(name, None)
     forget()
-
-
-class _Single:
-    """A plugin of one backend."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    @hookimpl
-    def dispatch_backends(self) -> list[Backend]:
-        return [self._backend]
 
 
 def stored() -> list[Decision]:

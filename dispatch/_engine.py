@@ -14,7 +14,7 @@ from dispatch._decision import Decision, decide, named
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, Candidate, Measurement
 from dispatch._problem import Problem
-from dispatch.frameworks.operands import array_of, form, native
+from dispatch.frameworks.operands import array_of, form, native, undressing
 from dispatch.frameworks.request import Request, describe
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.session import Entrant, Operands, Table, is_out_of_memory, measure, random_operands
@@ -195,7 +195,7 @@ class Engine:
         problem, candidate = decision.problem, decision.candidate
         own = native(problem)
         if candidate == BASELINE or problem.empty:
-            return own if call.plain else _undressing(own)
+            return own if call.plain else undressing(own)
         plan, forms = self._plan(problem, candidate)
         if call.plain and plan is own:
             return own  # the framework's own function, with nothing around it
@@ -206,7 +206,7 @@ class Engine:
         def again(a: Any, b: Any) -> Any:
             return self._again(a, b, policy=options.policy, scope=options.scope)
 
-        serving = call.room.adapt(plan if call.plain else formed, problem, _undressing(own), again)
+        serving = call.room.adapt(plan if call.plain else formed, problem, undressing(own), again)
         assert call.shapes is not None
         shape_a, shape_b = (tuple(array_of(x).shape) for x in (call.a, call.b))
         return reshaping(serving, shape_a, shape_b, call.shapes, call.room.xp)
@@ -301,12 +301,3 @@ class Engine:
                 return False
             self._measuring.add(key)
             return True
-
-
-def _undressing(own: Plan) -> Plan:
-    """Return the own product for operands that may be prepared."""
-
-    def undressed(a: Any, b: Any, *bias: Any) -> Any:
-        return own(getattr(a, "array", a), getattr(b, "array", b), *bias)
-
-    return undressed

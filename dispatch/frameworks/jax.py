@@ -37,8 +37,11 @@ class JaxRoom:
 
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
         """Return avals, devices and `extra`; None for an array spread over several devices."""
-        where = None if isinstance(a, Tracer) else a.sharding
-        there = None if isinstance(b, Tracer) else b.sharding
+        try:
+            where = None if isinstance(a, Tracer) else a.sharding
+            there = None if isinstance(b, Tracer) else b.sharding
+        except AttributeError:  # not an array of JAX
+            return None
         for sharding in (where, there):
             if type(sharding) is not _SINGLE and sharding is not None and sharding.num_devices > 1:
                 return None

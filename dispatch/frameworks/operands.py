@@ -72,3 +72,12 @@ def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
         return operand.array
     recipe, axis = getattr(problem.recipe, side), CONTRACTION[side]
     return operand.form((backend.name, recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))
+
+
+def undressing(own: Plan) -> Plan:
+    """Return the own product for operands that may be prepared."""
+
+    def undressed(a: Any, b: Any, *bias: Any) -> Any:
+        return own(getattr(a, "array", a), getattr(b, "array", b), *bias)
+
+    return undressed

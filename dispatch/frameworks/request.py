@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dispatch._errors import MixedArraysError
+from dispatch._backend import Plan
+from dispatch._errors import MixedArraysError, UnsupportedDtypeError
 from dispatch._problem import ACTIVATIONS, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
-from dispatch.frameworks.operands import array_of, decoded_dtype
+from dispatch.frameworks.operands import array_of, decoded_dtype, native, undressing
 from dispatch.frameworks.shapes import Shapes
 from dispatch.quantization import PreparedOperand, ScaledArray
 
@@ -76,6 +77,28 @@ def describe(call: Request) -> Problem | None:
         activation=call.activation,
         modes=room.modes(array_of(call.a), array_of(call.b)),
     )
+
+
+def own_product(call: Request) -> Plan:
+    """Return the framework's own product for a call's operands as they are."""
+    if call.plain and call.bias is None and call.activation is None and call.out_dtype is None:
+        return call.room.matmul
+    problem = describe(call)
+    own = call.room.matmul if problem is None else native(problem)
+    return undressing(own)
+
+
+def refused(call: Request) -> Any:
+    """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
+    try:
+        return call.room.matmul(array_of(call.a), array_of(call.b))
+    except TypeError:
+        raise
+    except Exception as error:
+        names = {call.room.dtype_name(array_of(x)) for x in (call.a, call.b)}
+        if names & {"bool", "complex32"} and isinstance(error, RuntimeError):
+            raise UnsupportedDtypeError(f"{call.room.name} has no matmul for {' and '.join(sorted(names))}") from error
+        raise
 
 
 def _room(a: Any, b: Any, bias: Any) -> Framework:

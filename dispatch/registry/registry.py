@@ -82,11 +82,13 @@ class Registry:
         return tuple(self._faults)
 
     def add(self, plugin: object, name: str, distribution: str, version: str = "") -> None:
-        """Register one plugin: a module or object with hook implementations. Its failures become faults."""
+        """Register one plugin: a Backend, or a module or object with hook implementations. Failures become faults."""
         with self._lock:
             if self._manager.has_plugin(f"{distribution}:{name}"):
                 return  # the same distribution, seen twice on sys.path
             self._manager.register(plugin, f"{distribution}:{name}")
+            if isinstance(plugin, Backend):
+                self._take(plugin, distribution, version)
             for hook in self._implementations("dispatch_backends", plugin):
                 try:
                     for backend in hook():

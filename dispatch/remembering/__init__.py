@@ -1,6 +1,7 @@
 """What is remembered between processes: the decision store, and facts as JSON."""
 
 from dispatch.remembering.codec import from_plain, to_plain
+from dispatch.remembering.known import KnownCalls
 from dispatch.remembering.store import DecisionStore, StoreWarning, key_of
 
-__all__ = ["DecisionStore", "StoreWarning", "from_plain", "key_of", "to_plain"]
+__all__ = ["DecisionStore", "KnownCalls", "StoreWarning", "from_plain", "key_of", "to_plain"]

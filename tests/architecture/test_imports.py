@@ -92,6 +92,12 @@ def _is_module(base: str, name: str) -> bool:
     )
 
 
+def shared_modules(room: str) -> list[str]:
+    """Return the modules of a room that belong to no framework."""
+    names = (path.stem for path in (FOLDERS["dispatch"] / room).glob("*.py"))
+    return [name for name in names if name.lstrip("_").partition("_")[0] not in FRAMEWORKS]
+
+
 def allowed(module: str) -> Allowed:
     """Return what `module` may import beside the standard library."""
     area, _, name = module.removeprefix("dispatch").removeprefix(".").partition(".")
@@ -115,10 +121,12 @@ def allowed(module: str) -> Allowed:
             return Allowed(numeric, frameworks | {"triton"}, modules, ("dispatch.kernels.*",))
         case "kernels":
             return Allowed(numeric | {"jax", "triton"}, frozenset({"torch"}), (own,))
-        case "policies":
-            return Allowed()
-    rooms = ("dispatch.measuring.*", "dispatch.quantization.*", "dispatch.frameworks", "dispatch.frameworks._base")
-    core = ("dispatch", "dispatch._*", *rooms)
+    rooms = ("measuring", "quantization", "registry", "remembering", "policies")
+    # In frameworks what is named for none of them is for all: _shapes, request ...
+    shared = ("dispatch.frameworks", *(f"dispatch.frameworks.{x}" for x in shared_modules("frameworks")))
+    core = ("dispatch", "dispatch._*", *(f"dispatch.{room}.*" for room in rooms), *shared)
+    if area == "policies":
+        return Allowed(modules=core)
     if area != "frameworks":
         return Allowed(frozenset(CORE_LIBRARIES), modules=core, lazy_modules=("dispatch.frameworks.*",))
     # torch.py, torch/ and _torch_more.py are one room; the door, __init__.py, opens each room when it is needed.

@@ -1,0 +1,43 @@
+"""What one process knows: the plan of every call that it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from dispatch._backend import Plan
+
+MOST_PLANS = 4096  # known calls that are kept, twice at most
+
+
+class KnownCalls:
+    """Known calls by key, least recently used forgotten first, without a lock and without cost on a hit.
+
+    Two generations: what is used lives in `young`; when that is full it becomes `old`, and what is not used again
+    from there goes with it.
+    """
+
+    def __init__(self) -> None:
+        self.young: dict[Hashable, Plan] = {}
+        self.old: dict[Hashable, Plan] = {}
+
+    def find(self, key: Hashable) -> Plan | None:
+        """Return an old plan, young again, or None."""
+        plan = self.old.get(key)
+        if plan is not None:
+            self.keep(key, plan)
+        return plan
+
+    def keep(self, key: Hashable, plan: Plan) -> None:
+        """Remember a plan."""
+        if len(self.young) >= MOST_PLANS:
+            self.old = dict(self.young)
+            self.young.clear()
+        self.young[key] = plan
+
+    def __len__(self) -> int:
+        return len(self.young) + len(self.old)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.old = {}
+        self.young.clear()

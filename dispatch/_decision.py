@@ -240,7 +240,8 @@ class _Judge:
         if waiting:
             return f"not measured: {', '.join(map(str, waiting))}"
         rejected = [v for v in verdicts if v.outcome == "rejected"]
-        detail = "; ".join(f"{v.candidate}: {v.reason}" for v in rejected) or "none is registered"
+        first = {v.candidate.backend: v.reason for v in reversed(rejected)}  # one reason a backend: the table has all
+        detail = "; ".join(f"{name}: {reason}" for name, reason in sorted(first.items())) or "none is registered"
         return f"no other backend can run it: {detail}"
 
     def _error(self, candidate: Candidate) -> str:

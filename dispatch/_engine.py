@@ -10,14 +10,14 @@ from typing import Any
 
 from dispatch._backend import Backend, Plan, Rejection
 from dispatch._candidates import disallowed, no_backend, proposals, summarized, unlisted, unquantizable
-from dispatch._decision import Decision, decide, named
+from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, Candidate, Measurement
 from dispatch._problem import Problem
 from dispatch.frameworks.operands import array_of, form, native, undressing
 from dispatch.frameworks.request import Request, describe
 from dispatch.frameworks.shapes import reshaping
-from dispatch.measuring.session import Entrant, Operands, Table, is_out_of_memory, measure, random_operands
+from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
 from dispatch.policies.policy import Policy
 from dispatch.registry.registry import Registry
 from dispatch.remembering import DecisionStore, from_plain, key_of, to_plain
@@ -60,6 +60,13 @@ class _Case:
         able = {c: measured.get(c) for c in (*self.able, *measured) if c not in rejections}
         return decide(self.problem, able, rejections, self.policy)
 
+    def unscaled(self) -> _Case:
+        """Return the case without what may lose accuracy: nothing is known of the data under tracing."""
+        why = [Rejection("error", "unknown under tracing", "a decision on real operands, made before")]
+        scaled = [candidate for candidate in self.able if candidate.scaled]
+        able = [candidate for candidate in self.able if not candidate.scaled]
+        return replace(self, able=able, rejections={**self.rejections, **dict.fromkeys(scaled, why)})
+
     def twin(self, plan: Plan) -> bool:
         """Return whether a plan is the framework's own product itself, and so the baseline."""
         return not self.problem.encoded and plan is native(self.problem)
@@ -75,6 +82,7 @@ class Engine:
         self.quarantine: dict[str, str] = {}
         self._again = again
         self._memory: dict[str, Decision] = {}
+        self._timings: dict[str, Timings] = {}
         self._measuring: set[str] = set()
         self._lock = threading.Lock()
 
@@ -107,26 +115,28 @@ class Engine:
         lone = case.options.backend is not None and len(case.able) == 1 and not case.able[0].scaled
         if case.problem.empty or lone or not any(self._rival(case, x) for x in case.able):
             return case.decide({}), True
-        key = self._key(case)
-        known = self._known(key, case)
-        if known is not None:
-            return known, True
+        keys = self._keys(case)
+        for key in keys:
+            if (known := self._known(key, case)) is not None:
+                return known, True
+        if "traced" in case.problem.modes and case.policy.error.traced == "calibrated":
+            case = case.unscaled()
         if case.policy.tuning.mode == "locked":
             raise NotLockedError(
                 f"policy {case.policy.name!r} is locked and the store holds no decision for {case.problem}; "
                 "measure it first with [tuning] mode = 'measure' on a machine like this one"
             )
         off = case.policy.tuning.mode == "off"
-        if off or case.call.room.measurable(array_of(case.call.a)) or not self._enter(key):
+        if off or case.call.room.measurable(array_of(case.call.a)) or not self._enter(keys[-1]):
             return case.decide({}), off
         try:
-            return self._measured(case, key)
+            return self._measured(case, keys[-1])
         finally:
-            self._measuring.discard(key)
+            self._measuring.discard(keys[-1])
 
     def _measured(self, case: _Case, key: str) -> tuple[Decision, bool]:
         self.counts["measured"] += 1
-        table = case.call.room.isolated(lambda: self._table(case))
+        table = case.call.room.isolated(lambda: self._table(case, self._timings.get(key, {})))
         failed: Rejections = {}
         for candidate, reason in table.faults.items():
             self._quarantine(candidate.backend, reason)
@@ -134,20 +144,18 @@ class Engine:
         for candidate, reason in table.out_of_memory.items():
             failed[candidate] = [Rejection("memory", f"exhausted while measuring ({reason})", "enough for it")]
         decision = case.decide(dict(table.measurements), failed)
-        served = decision
-        if table.own_errors:  # degenerate operands: for this call, what was measured on them counts
-            own = {c: replace(m, error=table.own_errors.get(c)) for c, m in table.measurements.items()}
-            served = case.decide(dict(own), failed)
-        self.registry.decided(served)
-        lasting = decision.settled and not table.out_of_memory
-        if lasting:
+        self.registry.decided(decision)
+        if table.degenerate and any(narrower(case.problem, candidate) for candidate in case.able):
+            self._timings[key] = table.timings  # the latencies are true of other data, the errors are not
+            return decision, False
+        complete = decision.settled and not table.out_of_memory and not table.postponed
+        if complete:
             self._memory[key] = decision
             self.store.put(key, {"format": FORMAT, "decision": decision.to_dict()})
-        alike = served.candidate == decision.candidate
-        return (decision if alike else served), alike
+        return decision, complete or not table.postponed
 
-    def _table(self, case: _Case) -> Table:
-        table = Table()
+    def _table(self, case: _Case, timings: Timings) -> Table:
+        table = Table(timings=dict(timings))
         entrants = []
         twins = []
         for candidate in case.able:
@@ -166,10 +174,7 @@ class Engine:
             random_operands(room, case.problem, call.operands) if "traced" in case.problem.modes else call.operands
         )
         measure(room, case.problem, entrants, call.shapes.canonical(operands, room.xp), case.policy, table)
-        for candidate in twins:
-            table.measurements[candidate] = table.measurements[BASELINE]
-            if BASELINE in table.own_errors:
-                table.own_errors[candidate] = table.own_errors[BASELINE]
+        table.measurements.update(dict.fromkeys(twins, table.measurements[BASELINE]))
         return table
 
     def _rival(self, case: _Case, candidate: Candidate) -> bool:
@@ -267,18 +272,21 @@ class Engine:
         only = {"allow": [backend], "deny": []}
         return policy.override(backends=only, gate={"min_speedup": 0.0, "min_speedup_lossless": 0.0})
 
-    def _key(self, case: _Case) -> str:
-        """Return the key of everything that a choice depends on."""
-        return key_of(
-            {
-                "format": FORMAT,
-                "problem": to_plain(case.problem),
-                "policy": case.policy.choice_fingerprint,
-                "scope": case.options.scope,
-                "backends": {name: f"{x.distribution} {x.version}" for name, x in self.registry.backends.items()},
-                "versions": case.call.room.versions(array_of(case.call.a)),
-            }
-        )
+    def _keys(self, case: _Case) -> list[str]:
+        """Return the keys of everything that a choice depends on: where to look it up, and last where to keep it.
+
+        Under tracing what was decided on real operands is looked for first; what is measured then, on random ones, is
+        kept apart. Capturing and differentiating change no product.
+        """
+        facts = {
+            "format": FORMAT,
+            "policy": case.policy.choice_fingerprint,
+            "scope": case.options.scope,
+            "backends": {name: f"{x.distribution} {x.version}" for name, x in self.registry.backends.items()},
+            "versions": case.call.room.versions(array_of(case.call.a)),
+        }
+        modes: list[tuple[str, ...]] = [(), ("traced",)] if "traced" in case.problem.modes else [()]
+        return [key_of({**facts, "problem": to_plain(replace(case.problem, modes=x))}) for x in modes]
 
     def _known(self, key: str, case: _Case) -> Decision | None:
         """Return the remembered decision, if its candidate is able still."""
@@ -292,7 +300,7 @@ class Engine:
             return None
         self.counts["remembered"] += 1
         self._memory[key] = decision
-        return decision
+        return replace(decision, problem=case.problem)
 
     def _enter(self, key: str) -> bool:
         """Return whether the caller may measure: one thread a problem does, the others get the baseline."""

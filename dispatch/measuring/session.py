@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dispatch._decision import as_good, narrower
-from dispatch._measurement import BASELINE, Candidate, Error, Measurement
+from dispatch._measurement import BASELINE, METRICS, Candidate, Error, Measurement
 from dispatch._problem import Problem
 from dispatch.frameworks.operands import array_of, decode, decoded, native
 from dispatch.measuring.error import Float64, Truth, compare, finite_fault, truth
@@ -23,18 +24,22 @@ if TYPE_CHECKING:
 
 Operands = tuple[Any, ...]
 """a and b, and the bias where the problem has one."""
+Timings = dict[Candidate, Timing]
 
 
 @dataclass(slots=True)
 class Table:
     """What was measured of BASELINE and each candidate, and what failed, with the reason.
 
-    own_errors: the errors on the caller's data where that is degenerate; the measurements then hold those on random
-    data.
+    timings: latencies; where they are complete beforehand only errors are measured. degenerate: the operands are
+    constant or not finite; the errors are then the worse of theirs and of random data's. postponed: candidates that
+    were left out, since compiling the others took as long as the policy allows.
     """
 
     measurements: dict[Candidate, Measurement] = field(default_factory=dict)
-    own_errors: dict[Candidate, Error] = field(default_factory=dict)
+    timings: Timings = field(default_factory=dict)
+    degenerate: bool = False
+    postponed: list[Candidate] = field(default_factory=list)
     faults: dict[Candidate, str] = field(default_factory=dict)
     out_of_memory: dict[Candidate, str] = field(default_factory=dict)
 
@@ -45,9 +50,9 @@ class Table:
         where = self.out_of_memory if is_out_of_memory(error) else self.faults
         where[candidate] = f"{type(error).__name__}: {error}"[:500]
 
-    def failed(self, candidate: Candidate) -> bool:
-        """Return whether something went wrong with it."""
-        return candidate in self.faults or candidate in self.out_of_memory
+    def out(self, candidate: Candidate) -> bool:
+        """Return whether something went wrong with it, or it has to wait."""
+        return candidate in self.faults or candidate in self.out_of_memory or candidate in self.postponed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +72,18 @@ def measure(
     operands: the caller's own; under tracing concrete random ones. Never raises for a candidate's fault.
     """
     base = _Baseline(room, problem, operands)
-    errors, rounding, degenerate = _errors(base, entrants, operands, table)
-    data = "random" if degenerate or "traced" in problem.modes else "caller"
-    if degenerate:  # says nothing of other data
-        table.own_errors = errors
+    errors, rounding, table.degenerate = _errors(base, entrants, operands, policy, table)
+    data = "random" if table.degenerate or "traced" in problem.modes else "caller"
+    if table.degenerate:  # says nothing of other data
         other = random_operands(room, problem, operands)
-        errors, rounding, _ = _errors(_Baseline(room, problem, other), entrants, other, table)
-    able = [entrant for entrant in entrants if not table.failed(entrant.candidate)]
-    gates = {e.candidate: _gate(problem, e.candidate, errors, rounding, policy) for e in able}
-    timings = _timed(base, able, operands, gates, policy, table)
-    for candidate, timing in timings.items():
+        again, rounding, _ = _errors(_Baseline(room, problem, other), entrants, other, policy, table)
+        errors = {candidate: _worse(errors[candidate], error) for candidate, error in again.items()}
+    able = [entrant for entrant in entrants if not table.out(entrant.candidate)]
+    if not {e.candidate for e in able} <= set(table.timings):
+        gates = {e.candidate: _gate(problem, e.candidate, errors, rounding, policy) for e in able}
+        table.timings = _timed(base, able, operands, gates, policy, table)
+    for candidate in (BASELINE, *(e.candidate for e in able)):
+        timing = table.timings[candidate]
         table.measurements[candidate] = Measurement(
             latency_us=timing.latency_us,
             median_us=timing.median_us,
@@ -97,7 +104,7 @@ def _timed(
     gates: dict[Candidate, float],
     policy: Policy,
     table: Table,
-) -> dict[Candidate, Timing]:
+) -> Timings:
     """Return the timings; a candidate that fails only now (in a graph, in its tenth run) is blamed and left out."""
     while True:
         calls = [(base.call, base.operands), *((e.plan, e.operands(operands)) for e in able)]
@@ -164,13 +171,16 @@ class _Baseline:
 
 
 def _errors(
-    base: _Baseline, entrants: Sequence[Entrant], operands: Operands, table: Table
+    base: _Baseline, entrants: Sequence[Entrant], operands: Operands, policy: Policy, table: Table
 ) -> tuple[dict[Candidate, Error], Error, bool]:
     """Return every error by candidate, BASELINE's too, that of rounding, and whether the data are degenerate."""
     reference, own = base.truth()
     errors = {BASELINE: compare(own, reference.values, own)}
+    end = time.monotonic() + policy.tuning.compile_ms / 1e3
     for entrant in entrants:
-        if table.failed(entrant.candidate):
+        if time.monotonic() > end and len(errors) > 1:
+            table.postponed.append(entrant.candidate)
+        if table.out(entrant.candidate):
             continue
         try:
             out = entrant.plan(*entrant.operands(operands))
@@ -198,6 +208,11 @@ def _fault(room: Framework, problem: Problem, out: Any) -> str | None:
         if has != needs:
             return f"returned {name} {has}, not {needs}"
     return None
+
+
+def _worse(one: Error, other: Error) -> Error:
+    values = {metric: max(one.value(metric), other.value(metric)) for metric in METRICS}
+    return Error(**values, rows=min(one.rows, other.rows))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -169,6 +169,7 @@ def _rounding(out_dtype: str) -> float:
     return {"float32": 1e-5, "float16": 1e-3, "bfloat16": 6e-3}[out_dtype]
 
 
+JAX_SHAPES = [(2, 2, 1), (2, 64, 1000), (17, 15, 33), (64, 129, 127), (130, 272, 640)]  # one row is rejected
 SHAPES = [(1, 1, 1), (1, 64, 1000), (17, 15, 33), (64, 129, 127), (130, 272, 640)]
 LAYOUTS = ("row", "col", "strided", "expanded")
 
@@ -532,7 +533,7 @@ class JaxProducts:
         return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
 
     @pytest.mark.parametrize("recipe", [TENSOR, ROW, *MIXES])
-    @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+    @pytest.mark.parametrize(("m", "n", "k"), JAX_SHAPES)
     def test_odd_shapes(self, m: int, n: int, k: int, recipe: str) -> None:
         self.check(self.normal(m, k), self.normal(k, n, seed=1), recipe)
 
@@ -605,3 +606,9 @@ class TestJaxGpu(JaxProducts):
         assert "__cublas$lt$matmul$f8" in text or "f8e4m3fn" in text
         wanted = np.asarray(a[:64], np.float64) @ np.asarray(b, np.float64)
         assert _relative(np.asarray(BACKEND.plan(asked)(a, b)[:64], np.float64), wanted) < 0.045
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 64), (64, 1), (1, 1)])
+def test_jax_leaves_vectors_alone(m: int, n: int) -> None:
+    found = BACKEND.rejections(problem(m=m, n=n, framework="jax"))
+    assert {reason.subject for reason in found} == {name for name, size in (("m", m), ("n", n)) if size == 1}

@@ -19,6 +19,9 @@ import triton
 import triton.language as tl
 
 LEAST_SCALE = tl.constexpr(2.0**-126)
+SHIFT = tl.constexpr(16)
+"""Sizes are passed to kernels larger by this: Triton makes an argument of 1 a constant, and 3.6 then evaluates a mask
+`i < 1` once for several i (found on an H200: padding of a source with one row was not zero)."""
 ROW_LIMIT = 16384
 """Columns up to which a row is kept in registers; longer ones are read twice, the second time from L2."""
 TENSOR_PARTIALS = 512
@@ -57,6 +60,7 @@ def quantize_rows_kernel(
     x, out, scale, rows, cols, stride, out_rows, out_cols, block_rows: tl.constexpr, block_cols: tl.constexpr
 ):
     """Quantize `block_rows` rows, each whole in registers: one read, one write."""
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = tl.arange(0, block_cols)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
@@ -72,6 +76,7 @@ def quantize_rows_kernel(
 @triton.jit
 def quantize_long_rows_kernel(x, out, scale, rows, cols, stride, out_cols, block_cols: tl.constexpr):
     """Quantize one row in two loops; the second read of it comes from L2."""
+    rows, cols, out_cols = rows - SHIFT, cols - SHIFT, out_cols - SHIFT
     row = tl.program_id(0).to(tl.int64)
     offset = tl.arange(0, block_cols)
     source = x + row * stride
@@ -98,6 +103,7 @@ def quantize_columns_kernel(
 
     The columns are read twice; the second read hits L2 while all that the running programs own fits in it.
     """
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)
     offset = tl.arange(0, block_rows)
     largest = tl.zeros((block_rows, block_cols), tl.float32)
@@ -125,6 +131,7 @@ def column_amax_kernel(
     x, partial, rows, cols, stride, rows_per_split, block_rows: tl.constexpr, block_cols: tl.constexpr
 ):
     """Store the finite amax of each column over one split of the rows in partial[split, column]."""
+    rows, cols = rows - SHIFT, cols - SHIFT
     col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)
     first = tl.program_id(1) * rows_per_split
     largest = tl.zeros((block_rows, block_cols), tl.float32)
@@ -152,6 +159,7 @@ def scale_columns_kernel(
     block_cols: tl.constexpr,
 ):
     """Scale, cast and transpose one tile of x (rows, cols), given the partial maxima of its columns."""
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = tl.program_id(1).to(tl.int64) * block_cols + tl.arange(0, block_cols)
     split = tl.arange(0, splits).to(tl.int64)
@@ -172,6 +180,7 @@ def tensor_amax_kernel(
     x, partial, rows, cols, stride, row_tiles, col_tiles, block_rows: tl.constexpr, block_cols: tl.constexpr
 ):
     """Store the finite amax of every num_programs-th tile of x (rows, cols) in partial[program]."""
+    rows, cols = rows - SHIFT, cols - SHIFT
     largest = tl.zeros((block_rows, block_cols), tl.float32)
     for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
         row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -203,6 +212,7 @@ def scale_tensor_kernel(
 
     Tiles go from the last to the first: the last were read most recently and are likelier still in L2.
     """
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
@@ -228,16 +238,27 @@ def quantize_rows(x: Any, out: Any, scale: Any) -> None:
     """
     rows, cols = x.shape
     out_rows, out_cols = out.shape
+    shift = SHIFT.value
     if out_cols > ROW_LIMIT:
         quantize_long_rows_kernel[(out_rows,)](
-            x, out, scale, rows, cols, x.stride(0), out_cols, block_cols=4096, num_warps=8
+            x, out, scale, rows + shift, cols + shift, x.stride(0), out_cols + shift, block_cols=4096, num_warps=8
         )
         return
     block_cols = max(16, triton.next_power_of_2(out_cols))
     block_rows = max(1, 4096 // block_cols)
     warps = 4 if block_cols <= 4096 else 8 if block_cols <= 8192 else 16
     quantize_rows_kernel[(triton.cdiv(out_rows, block_rows),)](
-        x, out, scale, rows, cols, x.stride(0), out_rows, out_cols, block_rows, block_cols, num_warps=warps
+        x,
+        out,
+        scale,
+        rows + shift,
+        cols + shift,
+        x.stride(0),
+        out_rows + shift,
+        out_cols + shift,
+        block_rows,
+        block_cols,
+        num_warps=warps,
     )
 
 
@@ -258,26 +279,37 @@ def quantize_columns(x: Any, out: Any, scale: Any, partial: Any | None) -> None:
     """
     rows, cols = x.shape
     out_rows, out_cols = out.shape
+    shift = SHIFT.value
     stride = x.stride(0)
     if partial is None:
         quantize_columns_kernel[(triton.cdiv(out_rows, 32),)](
-            x, out, scale, rows, cols, stride, out_rows, out_cols, block_rows=256, block_cols=32, num_warps=8
+            x,
+            out,
+            scale,
+            rows + shift,
+            cols + shift,
+            stride,
+            out_rows + shift,
+            out_cols + shift,
+            block_rows=256,
+            block_cols=32,
+            num_warps=8,
         )
         return
     rows_per_split = triton.cdiv(triton.cdiv(rows, COLUMN_SPLITS), 32) * 32
     column_amax_kernel[(triton.cdiv(cols, 128), COLUMN_SPLITS)](
-        x, partial, rows, cols, stride, rows_per_split, block_rows=32, block_cols=128, num_warps=8
+        x, partial, rows + shift, cols + shift, stride, rows_per_split, block_rows=32, block_cols=128, num_warps=8
     )
     scale_columns_kernel[(triton.cdiv(out_cols, 128), triton.cdiv(out_rows, 64))](
         x,
         partial,
         out,
         scale,
-        rows,
-        cols,
+        rows + shift,
+        cols + shift,
         stride,
-        out_rows,
-        out_cols,
+        out_rows + shift,
+        out_cols + shift,
         splits=COLUMN_SPLITS,
         block_rows=128,
         block_cols=64,
@@ -293,10 +325,20 @@ def quantize_tensor(x: Any, out: Any, scale: Any, partial: Any, *, transposed: b
     """
     rows, cols = x.shape
     out_rows, out_cols = out.shape
+    shift = SHIFT.value
     stride = x.stride(0)
     height, width = (128, 64) if transposed else (16, 512)
     tensor_amax_kernel[(TENSOR_PARTIALS,)](
-        x, partial, rows, cols, stride, triton.cdiv(rows, 16), triton.cdiv(cols, 512), 16, 512, num_warps=8
+        x,
+        partial,
+        rows + shift,
+        cols + shift,
+        stride,
+        triton.cdiv(rows, 16),
+        triton.cdiv(cols, 512),
+        16,
+        512,
+        num_warps=8,
     )
     grid_rows, grid_cols = (out_cols, out_rows) if transposed else (out_rows, out_cols)
     col_tiles = triton.cdiv(grid_cols, width)
@@ -305,11 +347,11 @@ def quantize_tensor(x: Any, out: Any, scale: Any, partial: Any, *, transposed: b
         partial,
         out,
         scale,
-        rows,
-        cols,
+        rows + shift,
+        cols + shift,
         stride,
-        out_rows,
-        out_cols,
+        out_rows + shift,
+        out_cols + shift,
         col_tiles,
         partials=TENSOR_PARTIALS,
         transposed=transposed,

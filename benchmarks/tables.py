@@ -1,0 +1,119 @@
+"""The README's tables, made from benchmarks/results.
+
+python benchmarks/tables.py           print every table
+python benchmarks/tables.py --write   put them between README.md's <!-- table: NAME --> and <!-- end -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Row = dict[str, Any]
+
+
+def rows(table: str) -> list[Row]:
+    """Return every row of a table, of all machines, the newest for each problem."""
+    found: dict[str, Row] = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["table"] == table:
+                kind = (entry.get("problem"), entry.get("gate"), entry.get("jitted"), entry.get("framework"))
+                found[json.dumps([path.stem, *kind, entry.get("size")])] = entry
+    return list(found.values())
+
+
+def main_job(where: Callable[[Row], bool]) -> str:
+    """Return the table of choices: one line a problem, with the chosen candidate's and the best other's figures."""
+    lines = [
+        "| problem | tolerance | chosen | speedup | own product | chosen | similarity loss | relative L2 | why |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    chosen = [entry for entry in rows("main") if where(entry)]
+    for entry in sorted(chosen, key=lambda x: (x["problem"]["framework"], x["jitted"], -x["problem"]["m"], x["gate"])):
+        problem, error = entry["problem"], entry["error"] or {}
+        name = f"{problem['framework']}{', jitted' if entry['jitted'] else ''} {problem['dtype']} "
+        sizes = f"{problem['m']}x{problem['n']}x{problem['k']}"
+        cells = [
+            name + sizes,
+            entry["gate"],
+            f"`{entry['candidate']}`",
+            _number(entry["speedup"], "{:.2f}x"),
+            _us(entry["baseline_us"]),
+            _us(entry["latency_us"]),
+            _number(error.get("similarity_loss"), "{:.1e}"),
+            _number(error.get("relative_l2"), "{:.1e}"),
+            entry["reason"].split(" the framework's own product (")[0],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(chosen)])
+
+
+def host() -> str:
+    """Return the table of host time beyond the plan's own."""
+    lines = ["| | own matmul | whole call | beyond the plan |", "|---|---|---|---|"]
+    found = rows("host")
+    for entry in found:
+        times = (f"{entry[key]:.2f} us" for key in ("own_us", "call_us", "beyond_us"))
+        lines.append(f"| {entry['framework']} {entry['size']}x{entry['size']} float32 | {' | '.join(times)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("sm")),
+    "cpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("cpu")),
+    "host": host,
+}
+
+
+def filled(text: str) -> str:
+    """Return `text` with every marked table made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def _machines(entries: list[Row]) -> list[str]:
+    kinds = dict.fromkeys(
+        f"{entry['device']}, "
+        + (f"driver {entry['driver']}, " if entry["driver"] else "")
+        + ", ".join(f"{name} {version}" for name, version in entry["versions"].items() if version)
+        + f", {entry['date']}; `{entry['command']}`"
+        for entry in entries
+    )
+    return [f"Measured on {kind}." for kind in kinds]
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for limit, unit in ((1e3, "us"), (1e6, "ms")):
+        if value < limit:
+            return f"{value / limit * 1e3:.3g} {unit}"
+    return f"{value / 1e6:.3g} s"
+
+
+def _number(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(float(value))
+
+
+def main() -> None:
+    """Print or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write them into README.md")
+    if parser.parse_args().write:
+        readme = ROOT / "README.md"
+        readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    for name, make in TABLES.items():
+        print(f"{name}\n\n{make()}\n")
+
+
+if __name__ == "__main__":
+    main()

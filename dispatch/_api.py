@@ -11,7 +11,7 @@ from dispatch._backend import Backend, Plan
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
 from dispatch._errors import UnsupportedDtypeError
-from dispatch.frameworks.operands import array_of, native
+from dispatch.frameworks.operands import array_of, native, undressed
 from dispatch.frameworks.request import Request, describe, request
 from dispatch.measuring.session import is_out_of_memory
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
@@ -160,13 +160,13 @@ def _call(call: Request, options: Options) -> Any:
 def _key(call: Request, options: Options) -> Hashable | None:
     """Return the key of a call, or None where something else interprets it."""
     own = call.room.key(array_of(call.a), array_of(call.b), _active())
-    if own is None:
+    bias = call.bias is not None and call.room.key(call.bias, call.bias)
+    if own is None or bias is None:
         return None
     plain = call.plain and call.bias is None and call.activation is None and call.out_dtype is None
     if plain and options.backend is None and options.scope is None and options.policy is current_policy():
         return own
     facts = tuple(_facts(x) for x in (call.a, call.b))
-    bias = None if call.bias is None else call.room.key(call.bias, call.bias)
     return own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope, options.policy
 
 
@@ -218,7 +218,7 @@ def _own(call: Request) -> Any:
 def _refused(call: Request) -> Any:
     """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
     try:
-        return call.room.matmul(array_of(call.a), array_of(call.b))
+        return call.room.matmul(*undressed(call.room, call.a, call.b))
     except TypeError:
         raise
     except Exception as error:

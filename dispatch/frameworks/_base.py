@@ -76,8 +76,8 @@ class Framework(Protocol):
     def promote(self, a: str, b: str) -> str | None:
         """Return the dtype of a product by the framework's own rule, or None where it refuses the pair."""
 
-    def modes(self, a: Array, b: Array) -> tuple[str, ...]:
-        """Return which of problem.MODES hold for a call now."""
+    def modes(self, *arrays: Array) -> tuple[str, ...]:
+        """Return which of problem.MODES hold now for a call with these arrays."""
 
     def effective(self, array: Array) -> str:
         """Return the dtype that the native product would compute in: autocast's, else the array's."""

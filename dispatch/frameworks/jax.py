@@ -36,9 +36,12 @@ class JaxRoom:
         return issubclass(kind, jax.Array | Tracer)
 
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
-        """Return avals, devices and `extra`; None for an array spread over several devices."""
-        where = None if isinstance(a, Tracer) else a.sharding
-        there = None if isinstance(b, Tracer) else b.sharding
+        """Return avals, devices and `extra`; None for an array spread over several devices, and for what is none."""
+        try:
+            where = None if isinstance(a, Tracer) else a.sharding
+            there = None if isinstance(b, Tracer) else b.sharding
+        except AttributeError:
+            return None
         for sharding in (where, there):
             if type(sharding) is not _SINGLE and sharding is not None and sharding.num_devices > 1:
                 return None
@@ -92,9 +95,9 @@ class JaxRoom:
         except TypeError:
             return None
 
-    def modes(self, a: Any, b: Any) -> tuple[str, ...]:
+    def modes(self, *arrays: Any) -> tuple[str, ...]:
         """Return `traced` for tracers."""
-        return ("traced",) if any(isinstance(x, Tracer) for x in jax.tree.leaves((a, b))) else ()
+        return ("traced",) if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)) else ()
 
     def effective(self, array: Array) -> str:
         """Return the array's dtype."""

@@ -46,7 +46,9 @@ class NumpyRoom:
         except TypeError:
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, name))
+            if (found := getattr(ml_dtypes, name, None)) is None:
+                raise TypeError(f"neither NumPy nor ml_dtypes has a dtype {name!r}") from None
+            return np.dtype(found)
 
     def name_of_dtype(self, dtype: Any) -> str:
         """Return the name of a dtype or of anything that np.dtype takes."""
@@ -80,17 +82,19 @@ class NumpyRoom:
         return Operand(self.dtype_name(array), array.shape[:-2], layout, alignment)
 
     def promote(self, a: str, b: str) -> str | None:
-        """Return NumPy's common dtype; float32 where ml_dtypes has none but their product exists."""
+        """Return np.matmul's dtype, but bfloat16 where that is the common dtype: np.matmul itself gives float32."""
         try:
-            return str(np.result_type(self.dtype(a), self.dtype(b)).name)
-        except TypeError:
-            pass
-        try:
-            return str(np.matmul(np.zeros((1, 1), self.dtype(a)), np.zeros((1, 1), self.dtype(b))).dtype.name)
+            own, other = self.dtype(a), self.dtype(b)
+            product = np.matmul(np.zeros((1, 1), own), np.zeros((1, 1), other)).dtype.name
         except TypeError:
             return None
+        try:
+            common = np.result_type(own, other).name
+        except TypeError:  # ml_dtypes has none
+            return str(product)
+        return "bfloat16" if common == "bfloat16" else str(product)
 
-    def modes(self, a: NDArray[Any], b: NDArray[Any]) -> tuple[str, ...]:
+    def modes(self, *arrays: NDArray[Any]) -> tuple[str, ...]:
         """Return (): nothing traces or differentiates NumPy."""
         return ()
 

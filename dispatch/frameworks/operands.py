@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from dispatch._backend import Backend, Plan
-from dispatch._problem import FP8_DTYPES, Operand, Problem
+from dispatch._problem import FLOAT_DTYPES, FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import Framework, framework
 from dispatch.quantization import PreparedOperand, ScaledArray
 
@@ -22,8 +22,12 @@ def array_of(operand: Any) -> Any:
 
 
 def decoded_dtype(own: Operand, other: Operand) -> str:
-    """Return the dtype that an operand is multiplied in by the framework: raw FP8 takes the other's, else bfloat16."""
-    if own.recipe is not None or own.dtype not in FP8_DTYPES:
+    """Return the dtype that an operand is multiplied in by the framework.
+
+    Raw FP8 takes the other's where that is a wider float, and bfloat16 beside FP8; beside integers, bool and complex
+    it stays: the framework has a rule, or an error, for that pair.
+    """
+    if own.recipe is not None or own.dtype not in FP8_DTYPES or other.dtype not in FLOAT_DTYPES:
         return own.dtype
     return "bfloat16" if other.dtype in FP8_DTYPES else other.dtype
 
@@ -34,6 +38,15 @@ def decode(room: Framework, operand: Any, dtype: str) -> Any:
         return operand.dequantize(dtype)
     array = array_of(operand)
     return array if room.dtype_name(array) not in FP8_DTYPES else room.cast(array, dtype)
+
+
+def undressed(room: Framework, a: Any, b: Any) -> tuple[Any, Any]:
+    """Return both operands as arrays that the framework multiplies by its own rules, or refuses by them."""
+    first, second = (
+        Operand(x.dtype, recipe=x.recipe) if isinstance(x, ScaledArray) else Operand(room.dtype_name(array_of(x)))
+        for x in (a, b)
+    )
+    return decode(room, a, decoded_dtype(first, second)), decode(room, b, decoded_dtype(second, first))
 
 
 def decoded(problem: Problem) -> Problem:

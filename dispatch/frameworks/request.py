@@ -74,7 +74,7 @@ def describe(call: Request) -> Problem | None:
         device=room.device(reference),
         bias=None if call.bias is None else room.dtype_name(call.bias),
         activation=call.activation,
-        modes=room.modes(array_of(call.a), array_of(call.b)),
+        modes=room.modes(*map(array_of, call.operands)),
     )
 
 

@@ -105,13 +105,13 @@ class TorchRoom:
         return Operand(self.effective(array), tuple(array.shape[:-2]), layout, alignment)
 
     def promote(self, a: str, b: str) -> str | None:
-        """Return the dtype if both are the same: torch multiplies nothing else."""
-        return a if a == b else None
+        """Return the dtype if both are the same: torch multiplies nothing else, and no bool."""
+        return a if a == b != "bool" else None
 
-    def modes(self, a: Any, b: Any) -> tuple[str, ...]:
+    def modes(self, *arrays: Any) -> tuple[str, ...]:
         """Return `captured` under CUDA graph capture and `differentiated` where a gradient is wanted."""
-        grad = _grad_enabled() and any(getattr(x, "requires_grad", False) for x in (a, b))
-        return (("captured",) if self.measurable(a) else ()) + (("differentiated",) if grad else ())
+        grad = _grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
+        return (("captured",) if self.measurable(arrays[0]) else ()) + (("differentiated",) if grad else ())
 
     def effective(self, array: Tensor) -> str:
         """Return autocast's dtype where it would cast this tensor, else its own."""

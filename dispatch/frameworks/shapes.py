@@ -80,6 +80,8 @@ def reshaping(plan: Plan, a: Shape, b: Shape, shapes: Shapes, xp: Any) -> Plan:
         x = xp.reshape(a, shapes.a) if reshape_a else a
         y = xp.reshape(b, shapes.b) if reshape_b else b
         z = plan(x, y) if bias is None else plan(x, y, shapes.bias(bias, not reshape_b, xp))
-        return xp.reshape(z, out) if reshape_out else z
+        if not reshape_out:
+            return z
+        return xp.reshape(z, out) if out else xp.reshape(z, out)[()]  # in NumPy a scalar, as its own product gives
 
     return reshaped

@@ -36,6 +36,10 @@ class Shapes:
             return bias
         return xp.reshape(xp.broadcast_to(bias, self.out), self.canonical_out)
 
+    def takes(self, bias: Shape) -> bool:
+        """Return whether a bias of that shape broadcasts to the caller's result."""
+        return len(bias) <= len(self.out) and _broadcast(bias, self.out) == self.out
+
     @classmethod
     def of(cls, a: Shape, b: Shape, fold: bool = True) -> Shapes | None:
         """Return the shapes for operands of shape a and b, or None where they do not multiply.

@@ -124,7 +124,8 @@ class TorchRoom:
 
     def asarray(self, values: NDArray[Any], like: Tensor) -> Tensor:
         """Return the values on the device of `like`; ml_dtypes' dtypes become torch's."""
-        packed = np.ascontiguousarray(values)
+        packed = np.asarray(values, order="C")  # not ascontiguousarray, which has no 0-D
+        packed = packed if packed.flags.writeable else packed.copy()
         try:
             return torch.from_numpy(packed).to(like.device)
         except TypeError:  # one of ml_dtypes'

@@ -73,3 +73,9 @@ def winner() -> Iterator[Winner]:
     """A backend that wins every choice."""
     with winning() as backend:
         yield backend
+
+
+@pytest.fixture
+def ways() -> dict[str, AbstractContextManager[Any]]:
+    """The same contexts by name."""
+    return {"native": untuned(), "winner": winning()}

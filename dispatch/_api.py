@@ -11,6 +11,7 @@ from dispatch._backend import Backend, Plan
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
 from dispatch._errors import UnsupportedDtypeError
+from dispatch.frameworks.compiled import traced
 from dispatch.frameworks.operands import array_of, native, undressed
 from dispatch.frameworks.request import Request, describe, request
 from dispatch.measuring.session import is_out_of_memory
@@ -100,6 +101,9 @@ def matmul(
                         raise
                     _failed(key, error)
     return _call(request(a, b, bias, activation, out_dtype), _options(policy, backend, scope))
+
+
+matmul._torchdynamo_inline = traced  # type: ignore[attr-defined]
 
 
 def explain(

@@ -9,7 +9,7 @@ from typing import Any
 from dispatch._backend import Backend, Plan
 from dispatch._problem import FLOAT_DTYPES, FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import Framework, framework
-from dispatch.quantization import PreparedOperand, ScaledArray
+from dispatch.quantization import PreparedOperand, ScaledArray, prepare
 
 CONTRACTION = {"a": -1, "b": -2}
 
@@ -38,6 +38,15 @@ def decode(room: Framework, operand: Any, dtype: str) -> Any:
         return operand.dequantize(dtype)
     array = array_of(operand)
     return array if room.dtype_name(array) not in FP8_DTYPES else room.cast(array, dtype)
+
+
+def stated(room: Framework, operand: Any, dtype: str) -> Any:
+    """Return an operand in the dtype that its Problem states, which may be autocast's."""
+    array = array_of(operand)
+    if isinstance(operand, ScaledArray) or room.dtype_name(array) == dtype:
+        return operand
+    cast = room.cast(array, dtype)
+    return prepare(cast) if isinstance(operand, PreparedOperand) else cast
 
 
 def undressed(room: Framework, a: Any, b: Any) -> tuple[Any, Any]:
@@ -82,6 +91,6 @@ def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
     if not isinstance(operand, PreparedOperand):
         return operand
     if problem.recipe is None:
-        return operand.array
+        return stated(framework(problem.framework), operand, getattr(problem, side).dtype).array
     recipe, axis = getattr(problem.recipe, side), CONTRACTION[side]
     return operand.form((backend.name, recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))

@@ -11,7 +11,7 @@ import numpy as np
 from dispatch._decision import as_good, narrower
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch._problem import Problem
-from dispatch.frameworks.operands import array_of, decode, decoded, native
+from dispatch.frameworks.operands import array_of, decode, decoded, native, stated
 from dispatch.measuring.error import Float64, Truth, compare, finite_fault, truth
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
@@ -66,6 +66,8 @@ def measure(
 
     operands: the caller's own; under tracing concrete random ones. Never raises for a candidate's fault.
     """
+    a, b, *bias = operands
+    operands = (stated(room, a, problem.a.dtype), stated(room, b, problem.b.dtype), *bias)
     base = _Baseline(room, problem, operands)
     errors, rounding, degenerate = _errors(base, entrants, operands, table)
     data = "random" if degenerate or "traced" in problem.modes else "caller"

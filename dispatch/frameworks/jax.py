@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
+from dispatch.frameworks import _jax_policy
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
@@ -273,4 +274,5 @@ def _differentiable(plan: Plan, native: Plan, biased: bool) -> Plan:
     return product
 
 
+_jax_policy.join()
 ROOM = JaxRoom()

@@ -12,6 +12,7 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._clock import Call
 
+Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 Array = Any
 """An array of the room's framework."""
 
@@ -99,9 +100,10 @@ class Framework(Protocol):
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
         """Return activation(product + bias) computed in float32 (float64 for float64), rounded once to out_dtype."""
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
         """Return `plan` for calls by this framework's rules: autograd, autocast, transforms, jit.
 
+        forms: where an operand is a ScaledArray or a PreparedOperand, makes them into what the plan takes.
         native: the baseline for the same operands, decoded where need be. again(a, b): a dispatched product, for a
         backward pass.
         """

@@ -17,6 +17,7 @@ from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _jax_policy
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
@@ -133,9 +134,9 @@ class JaxRoom:
         value = value if bias is None else value + bias.astype(wide)
         return _activate(value, problem.activation).astype(problem.out_dtype)
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
         """Return `plan` compiled once, with the native product's derivatives."""
-        return _differentiable(plan, native, problem.bias is not None)
+        return _differentiable(plan, forms, native)
 
     def measurable(self, a: Any) -> str | None:
         """Return None: measuring has a thread of its own."""
@@ -255,21 +256,27 @@ def _native(room: JaxRoom, problem: Problem) -> Plan:
     return native
 
 
-def _differentiable(plan: Plan, native: Plan, biased: bool) -> Plan:
-    """Return `plan` whose tangents are the native product's: forward and reverse mode both work."""
+def _differentiable(plan: Plan, forms: Forms | None, native: Plan) -> Plan:
+    """Return `plan` whose tangents are the native product's: forward and reverse mode both work.
 
-    def run(*operands: Any) -> Any:
-        return plan(*operands)
+    What a backend's `prepare` returned enters beside the arrays, and has to be a pytree of arrays.
+    """
+
+    def run(operands: tuple[Any, ...], formed: tuple[Any, ...]) -> Any:
+        return plan(*(formed or operands))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        return run_jvp(*primals), jax.jvp(native, primals, tangents)[1]
+        return run_jvp(*primals), jax.jvp(native, primals[0], tangents[0])[1]
 
     run_jvp = jax.custom_jvp(run)
     run_jvp.defjvp(rule)
     compiled = jax.jit(run_jvp)
 
-    def product(a: Any, b: Any, bias: Any = None) -> Any:
-        return compiled(a, b, bias) if biased else compiled(a, b)
+    def product(*operands: Any) -> Any:
+        if forms is None:
+            return compiled(operands, ())
+        arrays = tuple(getattr(x, "array", x) for x in operands)
+        return compiled(arrays, forms(operands))
 
     return product
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -38,6 +39,23 @@ def decode(room: Framework, operand: Any, dtype: str) -> Any:
         return operand.dequantize(dtype)
     array = array_of(operand)
     return array if room.dtype_name(array) not in FP8_DTYPES else room.cast(array, dtype)
+
+
+def shaped(operand: Any, shape: tuple[int, ...], axis: int, xp: Any) -> Any:
+    """Return an operand in `shape`; of those that are no arrays only vectors change, to one row or column."""
+    if tuple(operand.shape) == shape:
+        return operand
+    if isinstance(operand, PreparedOperand):
+        return prepare(xp.reshape(operand.array, shape))
+    if not isinstance(operand, ScaledArray):
+        return xp.reshape(operand, shape)
+    scale = xp.reshape(operand.scale, (1, -1) if axis == -1 else (-1, 1))
+    return replace(operand, data=xp.reshape(operand.data, shape), scale=scale, axis=axis)
+
+
+def formed(plan: Plan, forms: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None) -> Plan:
+    """Return `plan` for operands that `forms`, unless None, makes into what it takes."""
+    return plan if forms is None else lambda *operands: plan(*forms(operands))
 
 
 def stated(room: Framework, operand: Any, dtype: str) -> Any:

@@ -47,7 +47,7 @@ def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -
         raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
     a, b = _facing("a", a, -1), _facing("b", b, -2)
     shape_a, shape_b = tuple(array_of(a).shape), tuple(array_of(b).shape)
-    shapes = Shapes.of(shape_a, shape_b, fold=not isinstance(a, ScaledArray))
+    shapes = Shapes.of(shape_a, shape_b, fold=not isinstance(a, ScaledArray | PreparedOperand))
     if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it has to broadcast to the result's, {shapes.out}")
     return Request(room, a, b, bias, activation, out_dtype, shapes)
@@ -108,7 +108,7 @@ def _kind(room: Framework, array: Any) -> str:
 
 def _facing(side: str, operand: Any, axis: int) -> Any:
     """Return a ScaledArray whose groups run along this side's contraction axis, or raise ValueError."""
-    if not isinstance(operand, ScaledArray) or operand.axis == axis:
+    if not isinstance(operand, ScaledArray) or operand.axis == axis or operand.ndim == 1:
         return operand
     height, width = operand.recipe.block(*operand.shape[-2:])
     if operand.recipe.granularity == "tensor" or (operand.recipe.granularity != "row" and height == width):

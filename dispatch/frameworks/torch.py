@@ -17,6 +17,7 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks import _torch_product as own_product
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
@@ -152,8 +153,11 @@ class TorchRoom:
         """Return activation(product + bias), computed in float32 or wider."""
         return own_product.epilogue(product, bias, problem.activation, self.dtype(problem.out_dtype))
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
         """Return `plan` under autograd and autocast."""
+        from dispatch.frameworks.operands import formed
+
+        plan = formed(plan, forms)
         device = problem.device.partition(":")[0]
         if _any_autocast() and torch.is_autocast_enabled(device):
             plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))

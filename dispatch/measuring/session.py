@@ -232,4 +232,6 @@ def random_operands(room: Framework, problem: Problem, operands: Operands) -> Op
 
 def _stand_in(room: Framework, operand: Any) -> Any:
     """Return an array with the shape, dtype and device that random values are wanted for."""
-    return room.cast(operand.data, operand.dtype) if isinstance(operand, ScaledArray) else array_of(operand)
+    if isinstance(operand, ScaledArray):  # its values may be another thread's tracers
+        return room.normal(operand.shape, operand.dtype, 0, room.device(operand.data))
+    return array_of(operand)

@@ -9,6 +9,7 @@ from typing import Any
 
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
+from dispatch.frameworks.compiled import traced
 from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, describe, own_product, refused, request
 from dispatch.measuring.session import is_out_of_memory
@@ -64,6 +65,9 @@ def matmul(
                         raise
                     _failed(key, error)
     return _call(request(a, b, bias, activation, out_dtype), _options(policy, backend, scope))
+
+
+matmul._torchdynamo_inline = traced  # type: ignore[attr-defined]
 
 
 def explain(
@@ -124,13 +128,13 @@ def _call(call: Request, options: Options) -> Any:
 def _key(call: Request, options: Options) -> Hashable | None:
     """Return the key of a call, or None where something else interprets it."""
     own = call.room.key(array_of(call.a), array_of(call.b), _active())
-    if own is None:
+    bias = call.bias is not None and call.room.key(call.bias, call.bias)
+    if own is None or bias is None:
         return None
     plain = call.plain and call.bias is None and call.activation is None and call.out_dtype is None
     if plain and options.backend is None and options.scope is None and options.policy is current_policy():
         return own
     facts = tuple(_facts(x) for x in (call.a, call.b))
-    bias = None if call.bias is None else call.room.key(call.bias, call.bias)
     return own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope, options.policy
 
 

@@ -7,10 +7,20 @@ from typing import Any
 
 from dispatch import FP8_DTYPES, Capability, Plan, Problem, Rejection, ScalingRecipe, hookimpl, native
 
-DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", *FP8_DTYPES),
-    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
-    *("complex64", "complex128"),
+FLOATS = ("float64", "float32", "float16", "bfloat16", *FP8_DTYPES)
+SIGNED = ("int8", "int16", "int32", "int64", "uint8", "complex64", "complex128")
+UNSIGNED = ("uint16", "uint32", "uint64", "bool")  # which torch does not multiply
+
+
+def _exact(frameworks: tuple[str, ...], dtype: str) -> Capability:
+    """Return the capability for a dtype whose products stay in it, without an epilogue."""
+    return Capability(frameworks, ("*",), (dtype,), (dtype,), bias=False, activations=())
+
+
+CAPABILITIES = (
+    Capability(("numpy", "torch", "jax"), ("*",), FLOATS, FLOATS),
+    *(_exact(("numpy", "torch", "jax"), dtype) for dtype in SIGNED),
+    *(_exact(("numpy", "jax"), dtype) for dtype in UNSIGNED),
 )
 
 
@@ -18,7 +28,7 @@ class Bf16Fallback:
     """Runs everything that the framework runs."""
 
     name = "bf16_fallback"
-    capabilities = (Capability(frameworks=("numpy", "torch", "jax"), archs=("*",), dtypes=DTYPES, out_dtypes=DTYPES),)
+    capabilities = CAPABILITIES
 
     def rejections(self, problem: Problem) -> Sequence[Rejection]:
         """Return (): whatever the framework refuses, it refuses itself."""

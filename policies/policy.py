@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from dispatch.policies._file import PolicyError, Statements, check, parse
 from dispatch.policies.facts import SECTIONS, Backends, ErrorGate, Fallback, Gate, Guard, Match, Recipes, Rule, Tuning
 
 from dispatch._problem import Problem
+from dispatch.frameworks import framework
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _CHANGED: Final = " (overridden)"
@@ -204,6 +206,8 @@ class use_policy(ContextDecorator):  # noqa: N801 - used as a function is
             policy = policy._overridden(self._said)
         with ExitStack() as stack:
             stack.callback(_in_force.reset, _in_force.set(policy))
+            if sys.modules.get("jax") is not None:
+                framework("jax")  # its room registers a context when it is imported
             for context in _policy_contexts:
                 stack.enter_context(context(policy))
             self._entered.append(stack.pop_all())

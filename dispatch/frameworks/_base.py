@@ -12,6 +12,7 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._clock import Call
 
+Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 Array = Any
 """An array of the room's framework."""
 
@@ -76,8 +77,8 @@ class Framework(Protocol):
     def promote(self, a: str, b: str) -> str | None:
         """Return the dtype of a product by the framework's own rule, or None where it refuses the pair."""
 
-    def modes(self, a: Array, b: Array) -> tuple[str, ...]:
-        """Return which of problem.MODES hold for a call now."""
+    def modes(self, *arrays: Array) -> tuple[str, ...]:
+        """Return which of problem.MODES hold now for a call with these arrays."""
 
     def effective(self, array: Array) -> str:
         """Return the dtype that the native product would compute in: autocast's, else the array's."""
@@ -99,9 +100,10 @@ class Framework(Protocol):
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
         """Return activation(product + bias) computed in float32 (float64 for float64), rounded once to out_dtype."""
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
         """Return `plan` for calls by this framework's rules: autograd, autocast, transforms, jit.
 
+        forms: where an operand is a ScaledArray or a PreparedOperand, makes them into what the plan takes.
         native: the baseline for the same operands, decoded where need be. again(a, b): a dispatched product, for a
         backward pass.
         """

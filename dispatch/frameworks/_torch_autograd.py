@@ -6,19 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dispatch._backend import Plan
 from dispatch._problem import Problem
-
-
-def activate(x: Tensor, activation: str | None) -> Tensor:
-    """Return activation(x): relu, gelu (by erf), gelu_tanh or silu."""
-    if activation is None:
-        return x
-    if activation in ("gelu", "gelu_tanh"):
-        return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return functional.relu(x) if activation == "relu" else functional.silu(x)
+from dispatch.frameworks._torch_product import activate
 
 
 def differentiable(plan: Plan, problem: Problem, again: Plan) -> Plan:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
+from dispatch.frameworks import _jax_policy
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
@@ -36,11 +38,11 @@ class JaxRoom:
         return issubclass(kind, jax.Array | Tracer)
 
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
-        """Return avals, devices and `extra`; None for an array spread over several devices."""
+        """Return avals, devices and `extra`; None for an array spread over several devices, and for what is none."""
         try:
             where = None if isinstance(a, Tracer) else a.sharding
             there = None if isinstance(b, Tracer) else b.sharding
-        except AttributeError:  # not an array of JAX
+        except AttributeError:
             return None
         for sharding in (where, there):
             if type(sharding) is not _SINGLE and sharding is not None and sharding.num_devices > 1:
@@ -95,9 +97,9 @@ class JaxRoom:
         except TypeError:
             return None
 
-    def modes(self, a: Any, b: Any) -> tuple[str, ...]:
+    def modes(self, *arrays: Any) -> tuple[str, ...]:
         """Return `traced` for tracers."""
-        return ("traced",) if any(isinstance(x, Tracer) for x in jax.tree.leaves((a, b))) else ()
+        return ("traced",) if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)) else ()
 
     def effective(self, array: Array) -> str:
         """Return the array's dtype."""
@@ -132,9 +134,9 @@ class JaxRoom:
         value = value if bias is None else value + bias.astype(wide)
         return _activate(value, problem.activation).astype(problem.out_dtype)
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
         """Return `plan` compiled once, with the native product's derivatives."""
-        return _differentiable(plan, native, problem.bias is not None)
+        return _differentiable(plan, forms, native)
 
     def measurable(self, a: Any) -> str | None:
         """Return None: measuring has a thread of its own."""
@@ -254,23 +256,30 @@ def _native(room: JaxRoom, problem: Problem) -> Plan:
     return native
 
 
-def _differentiable(plan: Plan, native: Plan, biased: bool) -> Plan:
-    """Return `plan` whose tangents are the native product's: forward and reverse mode both work."""
+def _differentiable(plan: Plan, forms: Forms | None, native: Plan) -> Plan:
+    """Return `plan` whose tangents are the native product's: forward and reverse mode both work.
 
-    def run(*operands: Any) -> Any:
-        return plan(*operands)
+    What a backend's `prepare` returned enters beside the arrays, and has to be a pytree of arrays.
+    """
+
+    def run(operands: tuple[Any, ...], formed: tuple[Any, ...]) -> Any:
+        return plan(*(formed or operands))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        return run_jvp(*primals), jax.jvp(native, primals, tangents)[1]
+        return run_jvp(*primals), jax.jvp(native, primals[0], tangents[0])[1]
 
     run_jvp = jax.custom_jvp(run)
     run_jvp.defjvp(rule)
     compiled = jax.jit(run_jvp)
 
-    def product(a: Any, b: Any, bias: Any = None) -> Any:
-        return compiled(a, b, bias) if biased else compiled(a, b)
+    def product(*operands: Any) -> Any:
+        if forms is None:
+            return compiled(operands, ())
+        arrays = tuple(getattr(x, "array", x) for x in operands)
+        return compiled(arrays, forms(operands))
 
     return product
 
 
+_jax_policy.join()
 ROOM = JaxRoom()

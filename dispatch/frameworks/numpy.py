@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._epilogue import activate
@@ -46,8 +47,10 @@ class NumpyRoom:
         except TypeError:
             import ml_dtypes
 
-            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-            return found
+            if (found := getattr(ml_dtypes, name, None)) is None:
+                raise TypeError(f"neither NumPy nor ml_dtypes has a dtype {name!r}") from None
+            dtype: np.dtype[Any] = np.dtype(found)
+            return dtype
 
     def name_of_dtype(self, dtype: Any) -> str:
         """Return the name of a dtype or of anything that np.dtype takes."""
@@ -81,17 +84,19 @@ class NumpyRoom:
         return Operand(self.dtype_name(array), array.shape[:-2], layout, alignment)
 
     def promote(self, a: str, b: str) -> str | None:
-        """Return NumPy's common dtype; float32 where ml_dtypes has none but their product exists."""
+        """Return np.matmul's dtype, but bfloat16 where that is the common dtype: np.matmul itself gives float32."""
         try:
-            return str(np.result_type(self.dtype(a), self.dtype(b)).name)
-        except TypeError:
-            pass
-        try:
-            return str(np.matmul(np.zeros((1, 1), self.dtype(a)), np.zeros((1, 1), self.dtype(b))).dtype.name)
+            own, other = self.dtype(a), self.dtype(b)
+            product = np.matmul(np.zeros((1, 1), own), np.zeros((1, 1), other)).dtype.name
         except TypeError:
             return None
+        try:
+            common = np.result_type(own, other).name
+        except TypeError:  # ml_dtypes has none
+            return str(product)
+        return "bfloat16" if common == "bfloat16" else str(product)
 
-    def modes(self, a: NDArray[Any], b: NDArray[Any]) -> tuple[str, ...]:
+    def modes(self, *arrays: NDArray[Any]) -> tuple[str, ...]:
         """Return (): nothing traces or differentiates NumPy."""
         return ()
 
@@ -132,9 +137,11 @@ class NumpyRoom:
             value = value if bias is None else value + np.asarray(bias).astype(wide)
             return activate(value, problem.activation).astype(out, copy=False)
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
         """Return the plan: NumPy adds nothing to a call."""
-        return plan
+        from dispatch.frameworks.operands import formed
+
+        return formed(plan, forms)
 
     def measurable(self, a: NDArray[Any]) -> str | None:
         """Return None: NumPy can always be measured."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from dispatch._backend import Backend, Plan
-from dispatch._problem import FP8_DTYPES, Operand, Problem
+from dispatch._problem import FLOAT_DTYPES, FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import Framework, framework
-from dispatch.quantization import PreparedOperand, ScaledArray
+from dispatch.quantization import PreparedOperand, ScaledArray, prepare
 
 CONTRACTION = {"a": -1, "b": -2}
 
@@ -22,8 +23,12 @@ def array_of(operand: Any) -> Any:
 
 
 def decoded_dtype(own: Operand, other: Operand) -> str:
-    """Return the dtype that an operand is multiplied in by the framework: raw FP8 takes the other's, else bfloat16."""
-    if own.recipe is not None or own.dtype not in FP8_DTYPES:
+    """Return the dtype that an operand is multiplied in by the framework.
+
+    Raw FP8 takes the other's where that is a wider float, and bfloat16 beside FP8; beside integers, bool and complex
+    it stays: the framework has a rule, or an error, for that pair.
+    """
+    if own.recipe is not None or own.dtype not in FP8_DTYPES or other.dtype not in FLOAT_DTYPES:
         return own.dtype
     return "bfloat16" if other.dtype in FP8_DTYPES else other.dtype
 
@@ -34,6 +39,41 @@ def decode(room: Framework, operand: Any, dtype: str) -> Any:
         return operand.dequantize(dtype)
     array = array_of(operand)
     return array if room.dtype_name(array) not in FP8_DTYPES else room.cast(array, dtype)
+
+
+def shaped(operand: Any, shape: tuple[int, ...], axis: int, xp: Any) -> Any:
+    """Return an operand in `shape`; of those that are no arrays only vectors change, to one row or column."""
+    if tuple(operand.shape) == shape:
+        return operand
+    if isinstance(operand, PreparedOperand):
+        return prepare(xp.reshape(operand.array, shape))
+    if not isinstance(operand, ScaledArray):
+        return xp.reshape(operand, shape)
+    scale = xp.reshape(operand.scale, (1, -1) if axis == -1 else (-1, 1))
+    return replace(operand, data=xp.reshape(operand.data, shape), scale=scale, axis=axis)
+
+
+def formed(plan: Plan, forms: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None) -> Plan:
+    """Return `plan` for operands that `forms`, unless None, makes into what it takes."""
+    return plan if forms is None else lambda *operands: plan(*forms(operands))
+
+
+def stated(room: Framework, operand: Any, dtype: str) -> Any:
+    """Return an operand in the dtype that its Problem states, which may be autocast's."""
+    array = array_of(operand)
+    if isinstance(operand, ScaledArray) or room.dtype_name(array) == dtype:
+        return operand
+    cast = room.cast(array, dtype)
+    return prepare(cast) if isinstance(operand, PreparedOperand) else cast
+
+
+def undressed(room: Framework, a: Any, b: Any) -> tuple[Any, Any]:
+    """Return both operands as arrays that the framework multiplies by its own rules, or refuses by them."""
+    first, second = (
+        Operand(x.dtype, recipe=x.recipe) if isinstance(x, ScaledArray) else Operand(room.dtype_name(array_of(x)))
+        for x in (a, b)
+    )
+    return decode(room, a, decoded_dtype(first, second)), decode(room, b, decoded_dtype(second, first))
 
 
 def decoded(problem: Problem) -> Problem:
@@ -69,7 +109,7 @@ def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
     if not isinstance(operand, PreparedOperand):
         return operand
     if problem.recipe is None:
-        return operand.array
+        return stated(framework(problem.framework), operand, getattr(problem, side).dtype).array
     recipe, axis = getattr(problem.recipe, side), CONTRACTION[side]
     return operand.form((backend.name, recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))
 

@@ -9,7 +9,7 @@ from dispatch._backend import Plan
 from dispatch._errors import MixedArraysError, UnsupportedDtypeError
 from dispatch._problem import ACTIVATIONS, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
-from dispatch.frameworks.operands import array_of, decoded_dtype, native, undressing
+from dispatch.frameworks.operands import array_of, decoded_dtype, native, undressed, undressing
 from dispatch.frameworks.shapes import Shapes
 from dispatch.quantization import PreparedOperand, ScaledArray
 
@@ -38,15 +38,20 @@ class Request:
 
 
 def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -> Request:
-    """Return the checked arguments. Raises TypeError for what is no array, arrays that do not belong together or a
-    bad out_dtype, and ValueError for an unknown activation or a ScaledArray quantized for the other side."""
+    """Return the checked arguments.
+
+    Raises TypeError for what is no array, arrays that do not belong together or a bad out_dtype, and ValueError for an
+    unknown activation, a bias that does not broadcast to the result or a ScaledArray quantized for the other side.
+    """
     room = _room(a, b, bias)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
     a, b = _facing("a", a, -1), _facing("b", b, -2)
     shape_a, shape_b = tuple(array_of(a).shape), tuple(array_of(b).shape)
-    fold = not isinstance(a, ScaledArray)
-    return Request(room, a, b, bias, activation, out_dtype, Shapes.of(shape_a, shape_b, fold))
+    shapes = Shapes.of(shape_a, shape_b, fold=not isinstance(a, ScaledArray | PreparedOperand))
+    if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it has to broadcast to the result's, {shapes.out}")
+    return Request(room, a, b, bias, activation, out_dtype, shapes)
 
 
 def describe(call: Request) -> Problem | None:
@@ -75,7 +80,7 @@ def describe(call: Request) -> Problem | None:
         device=room.device(reference),
         bias=None if call.bias is None else room.dtype_name(call.bias),
         activation=call.activation,
-        modes=room.modes(array_of(call.a), array_of(call.b)),
+        modes=room.modes(*map(array_of, call.operands)),
     )
 
 
@@ -91,7 +96,7 @@ def own_product(call: Request) -> Plan:
 def refused(call: Request) -> Any:
     """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
     try:
-        return call.room.matmul(array_of(call.a), array_of(call.b))
+        return call.room.matmul(*undressed(call.room, call.a, call.b))
     except TypeError:
         raise
     except Exception as error:
@@ -126,7 +131,7 @@ def _kind(room: Framework, array: Any) -> str:
 
 def _facing(side: str, operand: Any, axis: int) -> Any:
     """Return a ScaledArray whose groups run along this side's contraction axis, or raise ValueError."""
-    if not isinstance(operand, ScaledArray) or operand.axis == axis:
+    if not isinstance(operand, ScaledArray) or operand.axis == axis or operand.ndim == 1:
         return operand
     height, width = operand.recipe.block(*operand.shape[-2:])
     if operand.recipe.granularity == "tensor" or (operand.recipe.granularity != "row" and height == width):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dispatch._backend import Plan
+from dispatch.frameworks.operands import shaped
 
 Shape = tuple[int, ...]
 
@@ -24,10 +25,9 @@ class Shapes:
         return (*(_broadcast(self.a[:-2], self.b[:-2]) or ()), self.a[-2], self.b[-1])
 
     def canonical(self, operands: tuple[Any, ...], xp: Any) -> tuple[Any, ...]:
-        """Return a, b and perhaps a bias in the shapes that a plan takes; operands that are no arrays stay."""
+        """Return a, b and perhaps a bias in the shapes that a plan takes."""
         a, b, *bias = operands
-        given = ((a, self.a), (b, self.b))
-        made = [x if tuple(x.shape) == shape else xp.reshape(x, shape) for x, shape in given]
+        made = shaped(a, self.a, -1, xp), shaped(b, self.b, -2, xp)
         return (*made, *(self.bias(x, tuple(b.shape) == self.b, xp) for x in bias))
 
     def bias(self, bias: Any, matrix: bool, xp: Any) -> Any:
@@ -35,6 +35,10 @@ class Shapes:
         if len(bias.shape) < 2 and matrix:
             return bias
         return xp.reshape(xp.broadcast_to(bias, self.out), self.canonical_out)
+
+    def takes(self, bias: Shape) -> bool:
+        """Return whether a bias of that shape broadcasts to the caller's result."""
+        return len(bias) <= len(self.out) and _broadcast(bias, self.out) == self.out
 
     @classmethod
     def of(cls, a: Shape, b: Shape, fold: bool = True) -> Shapes | None:
@@ -77,9 +81,11 @@ def reshaping(plan: Plan, a: Shape, b: Shape, shapes: Shapes, xp: Any) -> Plan:
     reshape_a, reshape_b, reshape_out = a != shapes.a, b != shapes.b, out != canonical
 
     def reshaped(a: Any, b: Any, bias: Any = None) -> Any:
-        x = xp.reshape(a, shapes.a) if reshape_a else a
-        y = xp.reshape(b, shapes.b) if reshape_b else b
+        x = shaped(a, shapes.a, -1, xp) if reshape_a else a
+        y = shaped(b, shapes.b, -2, xp) if reshape_b else b
         z = plan(x, y) if bias is None else plan(x, y, shapes.bias(bias, not reshape_b, xp))
-        return xp.reshape(z, out) if reshape_out else z
+        if not reshape_out:
+            return z
+        return xp.reshape(z, out) if out else xp.reshape(z, out)[()]  # in NumPy a scalar, as its own product gives
 
     return reshaped

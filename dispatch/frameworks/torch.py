@@ -16,6 +16,8 @@ from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
+from dispatch.frameworks import _torch_product as own_product
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
@@ -23,11 +25,11 @@ from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_strided = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
-_is_compiling = torch.compiler.is_compiling
 
 
 class TorchRoom:
@@ -43,20 +45,18 @@ class TorchRoom:
     def key(self, a: Tensor, b: Tensor, extra: Hashable = None) -> Hashable | None:
         """Return dtypes, shapes, strides, devices and the modes that matter, and `extra`.
 
-        None, and so the native product, where something else interprets the call: torch.compile, functorch
-        transforms, forward-mode AD, a dispatch mode (fake tensors, tracing), a subclass or a sparse tensor.
+        None, and so the native product, where something else interprets the call: functorch transforms, forward-mode
+        AD, a dispatch mode (fake tensors, tracing, export), a subclass or a sparse tensor. Dynamo never comes here: it
+        traces what frameworks/compiled.py has.
         """
-        if _is_compiling() or _modes() or _functorch() is not None or forward_ad._current_level >= 0:
+        if _modes() or _functorch() is not None or forward_ad._current_level >= 0:
             return None
-        if type(a) not in _PLAIN or type(b) not in _PLAIN:
+        if type(a) not in _PLAIN or type(b) not in _PLAIN or a.layout is not _strided or b.layout is not _strided:
             return None
-        try:
-            layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
-        except RuntimeError:  # a sparse tensor has no strides
-            return None
+        layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
         grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
         cast = (self.effective(a), self.effective(b)) if _any_autocast() else None
-        return a.dtype, b.dtype, layouts, a.get_device(), b.get_device(), grad, cast, extra
+        return a.dtype, b.dtype, layouts, a.device, b.device, grad, cast, extra
 
     def dtype_name(self, array: Tensor) -> str:
         """Return the dtype's name."""
@@ -98,33 +98,31 @@ class TorchRoom:
         return devices if len(set(devices)) > 1 else None
 
     def operand(self, array: Tensor) -> Operand:
-        """Return the operand's facts."""
+        """Return the operand's facts; the layout and alignment of what has no memory of its own are not known."""
+        if array.layout is not torch.strided or _virtual(array):
+            return Operand(self.effective(array), tuple(array.shape[:-2]), "strided", 1)
         size = array.element_size()
         strides = [stride * size for stride in array.stride()]
         layout, alignment = layout_of(array.shape, strides, size, array.data_ptr())
         return Operand(self.effective(array), tuple(array.shape[:-2]), layout, alignment)
 
     def promote(self, a: str, b: str) -> str | None:
-        """Return the dtype if both are the same: torch multiplies nothing else."""
-        return a if a == b else None
+        """Return the dtype if both are the same: torch multiplies nothing else, and no bool."""
+        return a if a == b != "bool" else None
 
-    def modes(self, a: Any, b: Any) -> tuple[str, ...]:
+    def modes(self, *arrays: Any) -> tuple[str, ...]:
         """Return `captured` under CUDA graph capture and `differentiated` where a gradient is wanted."""
-        grad = _grad_enabled() and any(getattr(x, "requires_grad", False) for x in (a, b))
-        return (("captured",) if self.measurable(a) else ()) + (("differentiated",) if grad else ())
+        grad = _grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
+        return (("captured",) if _captured(arrays[0]) else ()) + (("differentiated",) if grad else ())
 
     def effective(self, array: Tensor) -> str:
         """Return autocast's dtype where it would cast this tensor, else its own."""
-        kind = array.device.type
-        if not _any_autocast() or not torch.is_autocast_enabled(kind):
-            return self.dtype_name(array)
-        if array.is_floating_point() and array.dtype is not torch.float64 and array.element_size() > 1:
-            return _dtype_name(torch.get_autocast_dtype(kind))
-        return self.dtype_name(array)
+        return _dtype_name(own_product.effective(array) if _any_autocast() else array.dtype)
 
     def asarray(self, values: NDArray[Any], like: Tensor) -> Tensor:
         """Return the values on the device of `like`; ml_dtypes' dtypes become torch's."""
-        packed = np.ascontiguousarray(values)
+        packed = np.asarray(values, order="C")  # not ascontiguousarray, which has no 0-D
+        packed = packed if packed.flags.writeable else packed.copy()
         try:
             return torch.from_numpy(packed).to(like.device)
         except TypeError:  # one of ml_dtypes'
@@ -153,17 +151,13 @@ class TorchRoom:
 
     def epilogue(self, product: Tensor, problem: Problem, bias: Tensor | None) -> Tensor:
         """Return activation(product + bias), computed in float32 or wider."""
-        out = self.dtype(problem.out_dtype)
-        if bias is None and problem.activation is None:
-            return product.to(out)
-        with torch.autocast(product.device.type, enabled=False):
-            wide = torch.float64 if product.dtype is torch.float64 else torch.float32
-            value = product.to(wide)
-            value = value if bias is None else value + bias.to(wide)
-            return autograd.activate(value, problem.activation).to(out)
+        return own_product.epilogue(product, bias, problem.activation, self.dtype(problem.out_dtype))
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
         """Return `plan` under autograd and autocast."""
+        from dispatch.frameworks.operands import formed
+
+        plan = formed(plan, forms)
         device = problem.device.partition(":")[0]
         if _any_autocast() and torch.is_autocast_enabled(device):
             plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))
@@ -172,10 +166,10 @@ class TorchRoom:
         return plan
 
     def measurable(self, a: Any) -> str | None:
-        """Return a reason while the current stream is captured."""
-        if getattr(a, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        """Return a reason while the current stream is captured, and for a tensor without values."""
+        if _captured(a):
             return "a CUDA graph is being captured"
-        return None
+        return "a meta tensor has no values" if getattr(a, "is_meta", False) else None
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Tensor:
         """Return random values from a generator of its own."""
@@ -260,28 +254,21 @@ def _cuda_arch(index: int) -> Arch:
 
 @cache
 def _native(room: TorchRoom, problem: Problem) -> Plan:
-    own = room.dtype(problem.a.dtype)
-    wide = problem.out_dtype in ("float32", "float64") and problem.a.dtype != problem.out_dtype
-    wider = room.dtype(problem.out_dtype) if wide and own.is_floating_point else None
+    own, out, activation = room.dtype(problem.a.dtype), room.dtype(problem.out_dtype), problem.activation
 
     def native(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        if wider is None:
-            product = torch.matmul(a, b)
-        elif a.is_cuda and a.dim() == b.dim() == 2 and wider is torch.float32 and a.element_size() == 2:
-            product = _mm_to_float32(a, b)
-        else:
-            with torch.autocast(a.device.type, enabled=False):
-                product = torch.matmul(a.to(own).to(wider), b.to(own).to(wider))
-        return room.epilogue(product, problem, bias)
+        return own_product.product(a, b, bias, activation, own, out)
 
     return native
 
 
-def _mm_to_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the float32 product of 16-bit matrices; torch's own op for it has no derivative."""
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return torch.matmul(a.float(), b.float())
-    return torch.mm(a, b, out_dtype=torch.float32)
+def _captured(x: Any) -> bool:
+    return getattr(x, "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+
+
+def _virtual(x: Tensor) -> bool:
+    """Return whether a tensor has no memory that could be asked for its address."""
+    return type(x) not in _PLAIN or x.is_meta or bool(_modes()) or _functorch() is not None
 
 
 def _without_autocast(plan: Plan, device: str, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Plan:

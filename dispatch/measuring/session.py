@@ -12,7 +12,7 @@ import numpy as np
 from dispatch._decision import as_good, narrower
 from dispatch._measurement import BASELINE, METRICS, Candidate, Error, Measurement
 from dispatch._problem import Problem
-from dispatch.frameworks.operands import array_of, decode, decoded, native
+from dispatch.frameworks.operands import array_of, decode, decoded, native, stated
 from dispatch.measuring.error import Float64, Truth, compare, finite_fault, truth
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
@@ -71,6 +71,8 @@ def measure(
 
     operands: the caller's own; under tracing concrete random ones. Never raises for a candidate's fault.
     """
+    a, b, *bias = operands
+    operands = (stated(room, a, problem.a.dtype), stated(room, b, problem.b.dtype), *bias)
     base = _Baseline(room, problem, operands)
     errors, rounding, table.degenerate = _errors(base, entrants, operands, policy, table)
     data = "random" if table.degenerate or "traced" in problem.modes else "caller"
@@ -245,4 +247,6 @@ def random_operands(room: Framework, problem: Problem, operands: Operands) -> Op
 
 def _stand_in(room: Framework, operand: Any) -> Any:
     """Return an array with the shape, dtype and device that random values are wanted for."""
-    return room.cast(operand.data, operand.dtype) if isinstance(operand, ScaledArray) else array_of(operand)
+    if isinstance(operand, ScaledArray):  # its values may be another thread's tracers
+        return room.normal(operand.shape, operand.dtype, 0, room.device(operand.data))
+    return array_of(operand)

@@ -14,7 +14,10 @@ from dispatch import FP8_DTYPES, Backend, Capability, Operand, Problem, RecipePa
 
 SIZES = ((1, 1, 1), (16, 16, 16), (17, 33, 65), (128, 64, 256), (5, 300, 1000))
 BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((3,), (3,)), ((2, 1), (3,)))
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # relative L2 of one rounding
+TOLERANCE = {  # relative L2 of one rounding, with room for what is summed; other dtypes are exact
+    **{"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "complex64": 1e-5, "complex128": 1e-12},
+    **{name: 0.06 if "e4m3" in name else 0.12 for name in FP8_DTYPES},
+}
 
 
 def problems(backend: Backend) -> list[Problem]:
@@ -38,7 +41,8 @@ def check(backend: Backend, problem: Problem, seed: int = 0) -> None:
     assert room.dtype_name(out) == problem.out_dtype, f"{problem}: dtype {room.dtype_name(out)}"
     assert room.device(out) == problem.device, f"{problem}: device {room.device(out)}"
     assert [room.to_numpy(x).tobytes() for x in (a, b)] == before, f"{problem}: an input was written to"
-    found, want = room.to_numpy(out).astype(np.float64), _float64(room, problem, a, b, bias)
+    want = _wide(room, problem, a, b, bias)
+    found = room.to_numpy(out).astype(want.dtype)
     assert room.to_numpy(again).tobytes() == room.to_numpy(out).tobytes(), f"{problem}: differs from run to run"
     error = float(np.linalg.norm(found - want)) / max(float(np.linalg.norm(want)), 1e-300)
     limit = _limit(problem)
@@ -62,12 +66,16 @@ def _operand(room: Any, problem: Problem, operand: Operand, shape: tuple[int, in
     return room.normal((*operand.batch, *shape), operand.dtype, seed, problem.device)
 
 
-def _float64(room: Any, problem: Problem, a: Any, b: Any, bias: Any) -> Any:
+def _wide(room: Any, problem: Problem, a: Any, b: Any, bias: Any) -> Any:
+    """Return the result in float64 or complex128; of integers as they wrap."""
     exact = dispatch.framework("numpy")
-    wide = [room.to_numpy(x).astype(np.float64) for x in (a, b)]
-    extra = None if bias is None else room.to_numpy(bias).astype(np.float64)
-    problem64 = replace(problem, out_dtype="float64", framework="numpy")
-    return exact.epilogue(np.matmul(*wide), problem64, extra)
+    kind = exact.dtype(problem.out_dtype).kind
+    dtype = "complex128" if kind == "c" else "int64" if kind in "biu" else "float64"
+    product = np.matmul(*(room.to_numpy(x).astype(dtype) for x in (a, b)))
+    if kind in "biu":
+        return product.astype(problem.out_dtype).astype(np.float64)
+    extra = None if bias is None else room.to_numpy(bias).astype(dtype)
+    return exact.epilogue(product, replace(problem, out_dtype=dtype, framework="numpy"), extra)
 
 
 def _limit(problem: Problem) -> float:

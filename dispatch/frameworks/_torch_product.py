@@ -1,0 +1,97 @@
+"""torch's own product with what follows it, in terms that eager torch, its transforms and Dynamo all understand."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dispatch._problem import ACTIVATIONS, FP8_DTYPES
+
+_FP8 = tuple(getattr(torch, name) for name in FP8_DTYPES)
+_WIDE = (torch.float32, torch.float64)
+
+
+def activate(x: Tensor, activation: str | None) -> Tensor:
+    """Return activation(x): relu, gelu (by erf), gelu_tanh or silu."""
+    if activation is None:
+        return x
+    if activation in ("gelu", "gelu_tanh"):
+        return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return functional.relu(x) if activation == "relu" else functional.silu(x)
+
+
+def autocasting(x: Tensor) -> bool:
+    """Return whether autocast is on for the tensor's device; some, as meta, have none."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(x: Tensor) -> Any:
+    """Return a context without autocast on the tensor's device."""
+    return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
+
+
+def effective(x: Tensor) -> torch.dtype:
+    """Return autocast's dtype where it would cast this tensor, else its own."""
+    if autocasting(x) and x.is_floating_point() and x.dtype is not torch.float64 and x.element_size() > 1:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, own: torch.dtype, out: torch.dtype
+) -> Any:
+    """Return activation(a @ b + bias) in `out`; own: the dtype that torch computes the product in.
+
+    Where `out` is wider the product is not rounded to `own` first.
+    """
+    if out not in _WIDE or out is own or not own.is_floating_point:
+        return epilogue(torch.matmul(a, b), bias, activation, out)
+    if a.is_cuda and a.dim() == b.dim() == 2 and out is torch.float32 and a.element_size() == 2:
+        return epilogue(_mm_to_float32(a, b), bias, activation, out)
+    with without_autocast(a):
+        return epilogue(torch.matmul(a.to(own).to(out), b.to(own).to(out)), bias, activation, out)
+
+
+def epilogue(value: Tensor, bias: Tensor | None, activation: str | None, out: torch.dtype) -> Tensor:
+    """Return activation(value + bias), computed in float32 or wider and rounded once."""
+    if bias is None and activation is None:
+        return value.to(out)
+    with without_autocast(value):
+        wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+        value = value.to(wide)
+        value = value if bias is None else value + bias.to(wide).expand(value.shape)
+        return activate(value, activation).to(out)
+
+
+def traced(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any, backend: str | None) -> Any:
+    """Return the product as Dynamo traces it; it breaks the graph at what is not torch's own, or is wrong."""
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor) and (bias is None or isinstance(bias, Tensor))
+    if not tensors or backend is not None or activation not in (None, *ACTIVATIONS):
+        torch._dynamo.graph_break("dispatch.matmul with backend=, or operands that are no tensors")
+    if a.dtype in _FP8 or b.dtype in _FP8:
+        first, second = (_decoded(x.dtype, other.dtype) for x, other in ((a, b), (b, a)))
+        a, b = a.to(first), b.to(second)
+    own = effective(a)
+    out = getattr(torch, out_dtype) if isinstance(out_dtype, str) else out_dtype or own
+    if bias is None and activation is None and out is own:
+        return torch.matmul(a, b)
+    return product(a, b, bias, activation, own, out)
+
+
+def _decoded(own: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return what an FP8 operand is decoded to: see operands.decoded_dtype."""
+    if own not in _FP8 or not other.is_floating_point:
+        return own
+    return torch.bfloat16 if other in _FP8 else other
+
+
+def _mm_to_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return the float32 product of 16-bit matrices; torch's own op for it has no derivative."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return torch.matmul(a.float(), b.float())
+    return torch.mm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,307 @@
+"""torch's autograd, autocast, transforms and compiler around a product, natively and with a plan that won."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+import dispatch
+from dispatch import ACTIVATIONS
+
+torch = pytest.importorskip("torch")
+functional = torch.nn.functional
+
+SHAPES = [
+    ((3, 4), (4, 5)),
+    ((2, 3, 4), (4, 5)),
+    ((2, 3, 4), (2, 4, 5)),
+    ((3, 4), (2, 4, 5)),
+    ((2, 1, 3, 4), (3, 4, 5)),
+    ((4,), (4, 5)),
+    ((3, 4), (4,)),
+    ((4,), (4,)),
+    ((2, 3, 4), (4,)),
+    ((4,), (2, 4, 5)),
+]
+ACTIVATE = {
+    None: lambda x: x,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+}
+
+
+def tensor(shape: tuple[int, ...], seed: int, dtype: Any = torch.float64, grad: bool = True) -> Any:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def gradients(call: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
+    """Return the result and the gradient of each operand, for a random cotangent."""
+    given = [x.detach().requires_grad_(x.requires_grad) for x in operands]
+    out = call(*given)
+    if out.requires_grad:
+        out.backward(tensor(tuple(out.shape), 9, out.dtype, False))
+    return out.detach(), [x.grad for x in given]
+
+
+def same(found: Any, wanted: Any, **tolerance: Any) -> None:
+    torch.testing.assert_close(found, wanted, **tolerance)
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_gradients_are_torchs(shapes: Any, activation: str | None, serving: Any) -> None:
+    a, b = (tensor(shape, seed) for seed, shape in enumerate(shapes))
+    with serving() as winner:
+        found = gradients(lambda x, y: dispatch.matmul(x, y, activation=activation), [a, b])
+        assert winner is None or any("differentiated" in problem.modes for problem in winner.problems)
+    same(found, gradients(lambda x, y: ACTIVATE[activation](torch.matmul(x, y)), [a, b]))
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("shape", [(5,), (1,), (), (3, 1), (1, 5), (2, 3, 5), (2, 1, 1)], ids=str)
+def test_gradients_through_bias_and_activation_are_torchs(activation: str | None, shape: Any, serving: Any) -> None:
+    operands = [tensor((2, 3, 4), 0), tensor((4, 5), 1), tensor(shape, 2)]
+    with serving():
+        found = gradients(lambda a, b, c: dispatch.matmul(a, b, bias=c, activation=activation), operands)
+    same(found, gradients(lambda a, b, c: ACTIVATE[activation](torch.matmul(a, b) + c), operands))
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)), ids=str)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_only_what_needs_a_gradient_gets_one(needs: tuple[bool, ...], activation: str | None, serving: Any) -> None:
+    shapes = ((3, 4), (4, 5), (5,))
+    operands = [tensor(shape, 1, grad=need) for shape, need in zip(shapes, needs, strict=True)]
+    with serving():
+        found = gradients(lambda a, b, c: dispatch.matmul(a, b, bias=c, activation=activation), operands)
+    assert [x is not None for x in found[1]] == list(needs)
+    same(found, gradients(lambda a, b, c: ACTIVATE[activation](a @ b + c), operands))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
+def test_gradients_have_the_dtype_of_their_operand(dtype: Any, bias_dtype: Any, serving: Any) -> None:
+    operands = [tensor((3, 8), 0, dtype), tensor((8, 5), 1, dtype), tensor((5,), 2, bias_dtype or dtype)]
+    with serving():
+        for arguments in ({}, {"activation": "relu"}, {"out_dtype": torch.float32}, {"out_dtype": torch.bfloat16}):
+            out, grads = gradients(lambda a, b, c, given=arguments: dispatch.matmul(a, b, bias=c, **given), operands)
+            assert out.dtype == arguments.get("out_dtype", dtype)
+            assert [x.dtype for x in grads] == [x.dtype for x in operands]
+            wide = [x.detach().double().requires_grad_() for x in operands]
+            act = ACTIVATE[arguments.get("activation")]
+            _, wanted = gradients(lambda a, b, c, act=act: act(a @ b + c), wide)
+            for grad, exact in zip(grads, wanted, strict=True):
+                same(grad.double(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+def test_first_and_second_derivatives_are_right(activation: str | None, serving: Any) -> None:
+    operands = (tensor((2, 3), 0), tensor((3, 2), 1), tensor((2,), 2))
+
+    def product(a: Any, b: Any, c: Any) -> Any:
+        return dispatch.matmul(a, b, bias=c, activation=activation)
+
+    with serving():
+        assert torch.autograd.gradcheck(product, operands)
+        assert torch.autograd.gradgradcheck(product, operands)
+        assert torch.autograd.gradcheck(dispatch.matmul, (tensor((3,), 0), tensor((2, 3, 2), 1)))
+        assert torch.autograd.gradgradcheck(dispatch.matmul, (tensor((2, 2, 3), 0), tensor((3, 2), 1)))
+
+
+def test_the_backward_pass_is_dispatched_too(winner: Any) -> None:
+    a, b = tensor((3, 4), 0, torch.float32), tensor((4, 5), 1, torch.float32)
+    dispatch.matmul(a, b).sum().backward()
+    assert {(p.m, p.n, p.k) for p in winner.problems} == {(3, 5, 4), (3, 4, 5), (4, 5, 3)}
+
+
+def test_training_after_no_grad_and_inference_mode(serving: Any) -> None:
+    a, b = tensor((3, 4), 0, torch.float32), tensor((4, 5), 1, torch.float32)
+    with serving():
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                quiet = dispatch.matmul(a, b)
+            assert not quiet.requires_grad
+            assert quiet.is_inference() == (mode is torch.inference_mode)
+            same(gradients(dispatch.matmul, [a, b]), gradients(torch.matmul, [a, b]))
+        with torch.inference_mode():
+            frozen = torch.ones(3, 4)
+            same(dispatch.matmul(frozen, b.detach()), torch.matmul(frozen, b.detach()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_autocast_gives_its_dtype_and_gradients_the_operands(dtype: Any, serving: Any) -> None:
+    operands = [tensor((3, 8), 0, dtype), tensor((8, 5), 1, dtype)]
+    bias = tensor((5,), 2, torch.float32)
+
+    def autocasting(call: Any) -> Any:
+        def run(*given: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(*given)
+
+        return run
+
+    with serving():
+        found, grads = gradients(autocasting(dispatch.matmul), operands)
+        with torch.autocast("cpu", torch.bfloat16):
+            fused = dispatch.matmul(*operands, bias=bias, activation="relu")
+            mixed = dispatch.matmul(operands[0], operands[1].float())
+            wide = dispatch.matmul(*operands, out_dtype=torch.float32)
+            double = dispatch.matmul(operands[0].double(), operands[1].double())
+        plain = dispatch.matmul(*operands)
+    wanted, wanted_grads = gradients(autocasting(torch.matmul), operands)
+    same(found, wanted)
+    assert found.dtype == fused.dtype == mixed.dtype == torch.bfloat16
+    assert (wide.dtype, double.dtype, plain.dtype) == (torch.float32, torch.float64, dtype)
+    assert [x.dtype for x in grads] == [dtype, dtype]
+    same(grads, wanted_grads, rtol=0.02, atol=0.05)
+    same(fused.double(), functional.relu(operands[0].double() @ operands[1].double() + bias), rtol=0.02, atol=0.05)
+
+
+def test_no_autocast_reaches_into_a_plan(winner: Any) -> None:
+    a = tensor((3, 3), 0, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert dispatch.matmul(a, a).dtype == torch.float32
+
+
+class TestTransforms:
+    """Everything that interprets a call gets the framework's own product."""
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, on its way to functorch
+    def test_functorch(self, serving: Any) -> None:
+        a, b = tensor((3, 4), 0, grad=False), tensor((4, 5), 1, grad=False)
+        stack = tensor((6, 3, 4), 2, grad=False)
+        with serving():
+            dispatch.matmul(a, b)
+            func = torch.func
+            same(func.grad(lambda x: dispatch.matmul(x, b).sum())(a), func.grad(lambda x: (x @ b).sum())(a))
+            same(func.vmap(dispatch.matmul, (0, None))(stack, b), stack @ b)
+            same(func.vmap(lambda x: dispatch.matmul(x, b, activation="relu"))(stack), functional.relu(stack @ b))
+            found = func.jvp(lambda x: dispatch.matmul(x, b), (a,), (a,))
+            same(found, (a @ b, a @ b))
+            same(func.hessian(lambda x: dispatch.matmul(x, b).square().sum())(a), _hessian(a, b))
+
+    def test_forward_ad(self, serving: Any) -> None:
+        a, b = tensor((3, 4), 0, grad=False), tensor((4, 5), 1, grad=False)
+        with serving():
+            dispatch.matmul(a, b)
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(a, torch.ones_like(a))
+                for arguments in ({}, {"bias": torch.zeros(5, dtype=a.dtype)}):
+                    out = torch.autograd.forward_ad.unpack_dual(dispatch.matmul(dual, b, **arguments))
+                    same(out.tangent, torch.ones_like(a) @ b)
+
+    def test_fake_tensors(self, serving: Any) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with serving(), FakeTensorMode():
+            a, b = torch.ones(3, 4), torch.ones(4, 5)
+            for arguments in ({}, {"activation": "gelu"}, {"out_dtype": torch.float64}):
+                assert dispatch.matmul(a, b, **arguments).shape == (3, 5)
+
+    def test_meta_tensors(self, serving: Any) -> None:
+        a, b = torch.ones(2, 3, 4, device="meta"), torch.ones(4, 5, device="meta")
+        with serving():
+            for arguments in ({}, {"activation": "gelu"}, {"bias": torch.ones(5, device="meta")}):
+                out = dispatch.matmul(a, b, **arguments)
+                assert (out.shape, out.device.type) == ((2, 3, 5), "meta")
+            assert dispatch.explain(a, b).backend == "bf16_fallback"
+
+    def test_subclasses_keep_their_type(self, serving: Any) -> None:
+        class Named(torch.Tensor):
+            pass
+
+        a, b = torch.ones(3, 4).as_subclass(Named), torch.ones(4, 5)
+        with serving():
+            assert type(dispatch.matmul(a, b)) is Named
+            assert type(dispatch.matmul(b.mT, a.mT, activation="relu")) is Named
+
+    def test_a_bias_of_a_subclass_is_not_forgotten(self, serving: Any) -> None:
+        class Named(torch.Tensor):
+            pass
+
+        a, b, bias = torch.ones(3, 4), torch.ones(4, 5), torch.ones(5)
+        with serving():
+            same(dispatch.matmul(a, b, activation="relu"), torch.full((3, 5), 4.0))
+            found = dispatch.matmul(a, b, bias=bias.as_subclass(Named), activation="relu")
+        same(found.as_subclass(torch.Tensor), torch.full((3, 5), 5.0))
+
+    @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+    def test_sparse_tensors(self, serving: Any) -> None:
+        dense = torch.eye(3)
+        with serving():
+            dispatch.matmul(dense, dense)
+            for sparse in (dense.to_sparse(), dense.to_sparse_csr()):
+                for pair in ((sparse, dense), (dense, sparse)):
+                    try:
+                        wanted = torch.matmul(*pair)
+                    except RuntimeError:
+                        with pytest.raises(RuntimeError):
+                            dispatch.matmul(*pair)
+                    else:
+                        same(dispatch.matmul(*pair), wanted)
+
+
+def _hessian(a: Any, b: Any) -> Any:
+    return torch.func.hessian(lambda x: (x @ b).square().sum())(a)
+
+
+class TestCompile:
+    """Inside a compiled function the product is torch's own, in one graph."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> Any:
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("dynamic", [None, True])
+    def test_fullgraph(self, serving: Any, dynamic: bool | None) -> None:
+        a, b = tensor((3, 4), 0, torch.float32), tensor((4, 5), 1, torch.float32)
+        compiled = torch.compile(
+            lambda x, y: dispatch.matmul(x, y) + 1, fullgraph=True, backend="eager", dynamic=dynamic
+        )
+        with serving():
+            dispatch.matmul(a, b)  # a known call
+            same(gradients(compiled, [a, b]), gradients(lambda x, y: torch.matmul(x, y) + 1, [a, b]))
+            longer = tensor((7, 4), 0, torch.float32)
+            same(compiled(longer, b), longer @ b + 1)
+            with torch.no_grad():
+                same(compiled(a, b), a @ b + 1)
+
+    @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+    def test_epilogues(self, serving: Any, activation: str | None) -> None:
+        operands = [tensor((3, 4), 0, torch.float32), tensor((4, 5), 1, torch.float32), tensor((5,), 2, torch.float32)]
+
+        def product(a: Any, b: Any, c: Any) -> Any:
+            return dispatch.matmul(a, b, bias=c, activation=activation, out_dtype=torch.float64)
+
+        with serving():
+            found = gradients(torch.compile(product, fullgraph=True, backend="eager"), operands)
+        same(
+            found,
+            gradients(lambda a, b, c: ACTIVATE[activation](a.double() @ b.double() + c), operands),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+
+    def test_named_policies_scopes_and_vectors(self, serving: Any) -> None:
+        a, b = torch.ones(3, 4), torch.ones(4)
+
+        def product(x: Any, y: Any) -> Any:
+            return dispatch.matmul(x, y, scope="head", policy="native")
+
+        with serving():
+            same(torch.compile(product, fullgraph=True, backend="eager")(a, b), a @ b)
+
+    def test_export(self, serving: Any) -> None:
+        class Module(torch.nn.Module):
+            def forward(self, x: Any, y: Any) -> Any:
+                return dispatch.matmul(x, y)
+
+        a, b = torch.ones(3, 4), torch.ones(4, 5)
+        with serving():
+            same(torch.export.export(Module(), (a, b)).module()(a, b), a @ b)

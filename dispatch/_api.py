@@ -206,16 +206,19 @@ def stats() -> dict[str, Any]:
 def register(plugin: Any, *, distribution: str = "caller") -> None:
     """Register a Backend, or a module or object with hook implementations, in this process.
 
-    For notebooks and tests; a package declares an entry point in the group `dispatch.backends` instead.
+    For notebooks and tests; a package declares an entry point in the group `dispatch.backends` instead. Registered
+    again, it takes the place of what it was, quarantine and all.
     """
     name = str(getattr(plugin, "name", None) or getattr(plugin, "__name__", type(plugin).__name__))
     engine().registry.add(plugin, name, distribution)
+    engine().quarantine.pop(name, None)
     forget()
 
 
 def unregister(name: str, *, distribution: str = "caller") -> None:
-    """Take out what `register` put in under that name, and forget its quarantine."""
-    engine().registry.remove(name, distribution)
+    """Take out what `register` put in under that name, and forget its quarantine. Raises ValueError without it."""
+    if not engine().registry.remove(name, distribution):
+        raise ValueError(f"{distribution} has registered nothing under the name {name!r}")
     engine().quarantine.pop(name, None)
     forget()
 

@@ -134,7 +134,9 @@ def _named(plan: Plan, index: int, name: str) -> Plan:
     def call(*operands: Any) -> Any:
         try:
             return plan(*operands)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin's code may raise anything
             raise _CandidateError(index, error) from error
 
     call.__name__ = name

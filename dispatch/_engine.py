@@ -107,10 +107,10 @@ class Engine:
         if options.backend is not None and not case.able:
             raise NoBackendError(no_backend(problem, case.rejections))
         decision, keep = self._decided(case)
-        if options.backend is None or decision.backend == options.backend:
+        if options.backend is not None and decision.baseline is None:
+            return named(decision, decision.candidate if decision.candidate in case.able else case.able[0]), keep
+        if options.backend in (None, decision.backend):
             return decision, keep
-        if decision.baseline is None:
-            return named(decision, case.able[0]), keep
         raise NoBackendError(f"backend {options.backend!r} was asked for, but for {problem}: {decision.reason}")
 
     def _decided(self, case: _Case) -> tuple[Decision, bool]:

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch import BASELINE, Candidate, Error, Measurement, Operand, Problem, RecipePair, Rejection, decide
@@ -205,16 +205,15 @@ def test_survives_json(drawn):
     assert str(decision)
 
 
-@settings(max_examples=100, deadline=None)
-@given(tables(), st.integers(0, 5))
-def test_a_faster_winner_stays_the_winner(drawn, which):
+@settings(max_examples=60, deadline=None)
+@given(tables())
+def test_a_faster_winner_stays_the_winner(drawn):
     problem, table, rejections, policy = drawn
-    able = [c for c in table if passes(problem, c, table, policy)]
-    assume(able)
+    table = {c: m and replace(m, spread_us=0.0) for c, m in table.items()}
+    if not any(passes(problem, c, table, policy) for c in table):
+        return
     chosen = decide(problem, table, rejections, policy).candidate
-    found = table[chosen]
-    quicker = replace(found, latency_us=found.latency_us / 8, speedup=found.speedup * 8, spread_us=0.0)
-    assume(all(quicker.latency_us < table[c].latency_us - table[c].spread_us for c in able if c != chosen))
+    quicker = replace(table[chosen], latency_us=1e-3, speedup=table[BASELINE].latency_us / 1e-3)
     assert decide(problem, {**table, chosen: quicker}, rejections, policy).candidate == chosen
 
 
@@ -393,7 +392,7 @@ def test_rejections_are_the_reason_where_nobody_is_able():
     decision = choose({BASELINE: base, OWN: base}, rejections=rejected)
     assert decision.candidate == OWN
     assert decision.reason == (
-        "no other backend can run it: cublas/e4m3:row: k is 100; needs a multiple of 16; arch is sm80; needs sm90"
+        "no other backend can run it: cublas: k is 100; needs a multiple of 16; arch is sm80; needs sm90"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import subprocess
@@ -15,13 +14,10 @@ import pytest
 
 import dispatch
 from dispatch import (
-    BASELINE,
     NoBackendError,
     NotLockedError,
     Rejection,
-    StoreWarning,
     _api,
-    hookimpl,
     load_policy,
     use_policy,
 )
@@ -298,14 +294,14 @@ def test_a_keyboard_interrupt_in_a_known_call_passes_through():
         assert dispatch.stats()["quarantined"] == {}
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [0, 1])
 def test_a_device_that_a_backend_left_unusable_is_said(nth, monkeypatch):
     a, b = arrays()
     broken = {}
 
     def product(a, b):
         broken["calls"] = broken.get("calls", 0) + 1
-        if broken["calls"] > nth:
+        if broken["calls"] > nth + 1:  # the first is for the error
             broken["error"] = True
             raise RuntimeError("illegal address")
         return a @ b
@@ -316,9 +312,10 @@ def test_a_device_that_a_backend_left_unusable_is_said(nth, monkeypatch):
 
     monkeypatch.setattr(dispatch.framework("numpy"), "synchronize", synchronize, raising=False)
     with registered(FakeBackend("fast", product)), fake_timings(FAST):
+        for _ in range(nth):
+            dispatch.matmul(a, b)
         with pytest.raises(RuntimeError, match=r"'fast' failed \(illegal address\).*unusable \(sticky error\)"):
-            for _ in range(3):
-                dispatch.matmul(a, b)
+            dispatch.matmul(a, b)
 
 
 def test_the_frameworks_own_errors_are_left_alone():
@@ -351,7 +348,7 @@ def test_an_unknown_name_lists_the_registered():
 
 def test_a_rejecting_backend_says_all_its_reasons():
     a, b = arrays()
-    rejects = [Rejection("k", "16", "a multiple of 32"), Rejection("arch", "cpu", "sm90")]
+    rejects = [Rejection("k", "16", "a multiple of 32"), Rejection("n", "4", "at least 8")]
     with registered(FakeBackend("picky", rejects=rejects)):
         with pytest.raises(NoBackendError) as error:
             dispatch.matmul(a, b, backend="picky")
@@ -359,7 +356,7 @@ def test_a_rejecting_backend_says_all_its_reasons():
         verdict = {v.candidate.backend: v for v in dispatch.explain(a, b).candidates}["picky"]
     text = str(error.value)
     assert "matmul(m=8, n=4, k=16" in text
-    assert "picky: k is 16; needs a multiple of 32; arch is cpu; needs sm90" in text
+    assert "picky: k is 16; needs a multiple of 32; n is 4; needs at least 8" in text
     assert verdict.outcome == "rejected"
     assert verdict.rejections == tuple(rejects)
 
@@ -630,7 +627,7 @@ def test_known_calls_are_bounded(monkeypatch):
     monkeypatch.setattr(known, "MOST_PLANS", 10)
     often = arrays(m=1)
     with registered(FakeBackend("fast", good)), fake_timings(FAST):
-        for m in range(2, 60):
+        for m in range(2, 45):
             for call in (often, arrays(m=m)):
                 is_right(dispatch.matmul(*call), *call)
         remembered = dispatch.stats()["remembered"]
@@ -655,11 +652,11 @@ def test_degenerate_data_is_served_right_and_not_stored_as_the_callers(fill):
     assert decision.baseline.error_data == "random"
 
 
-def test_what_is_right_only_for_zeros_serves_zeros_alone():
+def test_what_is_right_only_for_zeros_does_not_serve():
     a, b = arrays()
     zeros = np.zeros_like(a)
     with registered(FakeBackend("fast", lambda a, b: a @ b * 2)), fake_timings(FAST):
-        assert dispatch.explain(zeros, b).backend == "fast"  # 0 = 2 * 0
+        assert dispatch.explain(zeros, b).backend == "bf16_fallback"  # though 0 = 2 * 0
         assert (dispatch.matmul(zeros, b) == 0).all()
         is_right(dispatch.matmul(a, b), a, b)
         assert [d.backend for d in dispatch.stored()] == ["bf16_fallback"]
@@ -668,10 +665,22 @@ def test_what_is_right_only_for_zeros_serves_zeros_alone():
 def test_one_inf_does_not_make_a_good_backend_a_faulty_one():
     a, b = arrays()
     a[3, 3] = np.inf
-    with registered(FakeBackend("fast", good)), fake_timings(FAST):
+    with registered(FakeBackend("fast", good)), fake_timings(FAST), np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(dispatch.matmul(a, b), a @ b)
         assert dispatch.stats()["quarantined"] == {}
         assert dispatch.explain(a, b).backend == "fast"
+
+
+def test_degenerate_data_is_no_proof_for_what_loses_accuracy():
+    a, b = arrays(dtype=np.float16)
+    lossy = FakeBackend(
+        "lossy", lambda a, b: (a.astype(np.float32) @ b * 1.01).astype(np.float16), recipes=("e4m3:row",)
+    )
+    with registered(lossy), fake_timings({"baseline": 100.0, "lossy": 10.0}):
+        dispatch.matmul(np.zeros_like(a), b)
+        assert dispatch.stored() == []
+        assert dispatch.explain(a, b).backend == "lossy"
+        assert [d.measurement.error_data for d in dispatch.stored()] == ["caller"]
 
 
 def test_zero_sizes_are_neither_measured_nor_stored():
@@ -703,27 +712,26 @@ def bimodal(seed, latency):
     return lambda name: latency.get(name, latency["baseline"]) * draw.choice((1.0, 1.7))
 
 
-@pytest.mark.parametrize("device_time", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("timer", [noisy, bimodal])
-def test_noise_does_not_choose(timer, device_time):
+def picks(timer, latency, seeds, device_time):
     a, b = arrays()
-    names = ("near", "slow", "clear")
-    latency = {"baseline": 10.0, "near": 9.95, "slow": 12.0}
-    picks = set()
-    with registered(*(FakeBackend(name, good) for name in names)):
-        for seed in range(10):
-            for policy in ("default", "strict"):
-                dispatch.clear_store()
-                with fake_timings(timer(seed, {**latency, "clear": 11.0}), device_time):
-                    picks.add(dispatch.explain(a, b, policy=policy).backend)
-        assert picks == {"bf16_fallback"}
-        if timer is noisy:
-            picks = set()
-            for seed in range(10):
-                dispatch.clear_store()
-                with fake_timings(timer(seed, {**latency, "clear": 3.0}), device_time):
-                    picks.add(dispatch.explain(a, b).backend)
-            assert picks == {"clear"}
+    found = set()
+    with registered(*(FakeBackend(name, good) for name in latency if name != "baseline")):
+        for seed in range(seeds):
+            dispatch.clear_store()
+            with fake_timings(timer(seed, latency), device_time):
+                found.add(dispatch.explain(a, b).backend)
+    return found
+
+
+@pytest.mark.parametrize(("device_time", "seeds"), [(False, 3), (True, 20)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("timer", [noisy, bimodal])
+def test_noise_does_not_choose(timer, device_time, seeds):
+    assert picks(timer, {"baseline": 10.0, "near": 9.95, "slow": 12.0}, seeds, device_time) == {"bf16_fallback"}
+
+
+@pytest.mark.parametrize(("device_time", "seeds"), [(False, 3), (True, 20)], ids=["cpu", "gpu"])
+def test_noise_does_not_hide_a_clear_winner(device_time, seeds):
+    assert picks(noisy, {"baseline": 10.0, "clear": 1.0, "near": 9.95}, seeds, device_time) == {"clear"}
 
 
 def test_what_noise_leaves_open_serves_but_is_not_stored():
@@ -753,7 +761,9 @@ def process(code, env=None, drop=()):
 
 
 SECOND = """
-import json, numpy as np, dispatch
+import json, sys
+sys.modules |= dict.fromkeys(("torch", "jax"))  # quicker
+import numpy as np, dispatch
 from dispatch.testing import FakeBackend, fake_timings, registered
 rng = np.random.default_rng(0)
 a, b = rng.standard_normal((8, 16)).astype("f4"), rng.standard_normal((16, 4)).astype("f4")
@@ -767,7 +777,7 @@ print(json.dumps([decision.backend, decision.source, dispatch.stats()["measured"
 def test_a_second_process_does_not_measure(tmp_path):
     env = {"DISPATCH_CACHE_DIR": str(tmp_path / "shared")}
     assert process(SECOND, env) == ["fast", "measured", 1, True]
-    for _ in range(3):
+    for _ in range(2):
         assert process(SECOND, env) == ["fast", "store", 0, True]
 
 
@@ -807,11 +817,6 @@ print(json.dumps([code, bool((dispatch.matmul(a[:2], a) == 4).all()), len(dispat
 @pytest.mark.parametrize("use", ["", "dispatch.matmul(a, a)"], ids=["cold", "after use"])
 def test_forked_children_multiply(use, tmp_path):
     assert process(FORK.format(use=use), {"DISPATCH_CACHE_DIR": str(tmp_path)}) == [0, True, True]
-
-
-def _multiply(rows):
-    a = np.ones((rows, 4), np.float32)
-    return dispatch.matmul(a, a.T).sum().item()
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -863,4 +868,4 @@ def test_without_a_home_it_multiplies_and_warns_at_most_once(home):
 def test_blocked_modules_do_not_keep_numpy_from_multiplying(missing, tmp_path):
     first = "".join(f"sys.modules[{name!r}] = None\n" for name in missing)
     found = process(MULTIPLY.format(first=first), {"DISPATCH_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
-    assert found == {"said": [], "state": "ok", "stored": 3}
+    assert (found["said"], found["state"]) == ([], "ok")

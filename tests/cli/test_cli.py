@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -21,6 +22,9 @@ from dispatch.remembering import DecisionStore
 from dispatch.testing import FakeBackend, fake_timings, registered
 from dispatch.tools import demo
 from dispatch.tools.demo import Product
+
+SEPARATE = "mix_stderr" in inspect.signature(CliRunner).parameters  # click before 8.2
+RUNNER = CliRunner(mix_stderr=False) if SEPARATE else CliRunner()
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,7 @@ def small(monkeypatch):
 
 def run(*arguments, code=0):
     """Return what the command printed on stdout, and on stderr."""
-    done = CliRunner().invoke(_app.app, list(arguments))
+    done = RUNNER.invoke(_app.app, list(arguments))
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == code, done.output

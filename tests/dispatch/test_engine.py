@@ -800,8 +800,9 @@ print(json.dumps([threading.active_count(), len(os.listdir("/proc/self/task")) -
 
 
 FORK = """
-import json, os, numpy as np, dispatch
-from dispatch.testing import FakeBackend, registered
+import json, os, warnings, numpy as np, dispatch
+from dispatch.testing import FakeBackend
+warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of NumPy's threads, from Python 3.12 on
 a = np.ones((4, 4), "f4")
 dispatch.register(FakeBackend("mine"))
 {use}

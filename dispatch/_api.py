@@ -21,8 +21,7 @@ from dispatch.remembering import DecisionStore, KnownCalls, from_plain
 FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
 _table = KnownCalls()
 _young = _table.young
-_served: dict[Hashable, str] = {}
-"""The backend of every known call that a plugin serves."""
+_served = _table.served
 _keys: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
 _active = _in_force.get
 _engine: Engine | None = None
@@ -60,10 +59,11 @@ def matmul(
             if plan is not None:
                 try:
                     return plan(a, b)
+                except KeyboardInterrupt:
+                    raise
                 except BaseException as error:  # a plugin's code may raise anything
-                    if key not in _served:
-                        raise
-                    _failed(key, error)
+                    if (served := _served.get(key)) is not None:
+                        _failed(request(a, b, None, None, None), served, error)
     return _call(request(a, b, bias, activation, out_dtype), _options(policy, backend, scope))
 
 
@@ -114,15 +114,17 @@ def _call(call: Request, options: Options) -> Any:
                 _remember(key, call, resolved)
         try:
             return plan(*call.operands)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # a plugin's code may raise anything
-            if backend is None or backend in FRAMEWORKS_OWN:
+            if backend in FRAMEWORKS_OWN:
                 raise
+            plan = None
+            if backend is None:  # a known call: resolving says whose it is
+                continue
             if is_out_of_memory(error):
-                plan = own_product(call)
-            else:
-                _failed(key, error, backend)
-                _check_alive(call, backend, error)
-                plan = None
+                return own_product(call)(*call.operands)
+            _failed(call, backend, error)
 
 
 def _key(call: Request, options: Options) -> Hashable | None:
@@ -145,21 +147,19 @@ def _facts(operand: Any) -> Hashable:
 
 
 def _remember(key: Hashable, call: Request, resolved: Resolved) -> None:
-    _table.keep(key, resolved.plan)
-    if resolved.decision.backend not in FRAMEWORKS_OWN:
-        _served[key] = resolved.decision.backend
+    backend = resolved.decision.backend
+    _table.keep(key, resolved.plan, None if backend in FRAMEWORKS_OWN else backend)
     kind = type(call.a)
     if kind not in _keys and call.plain:
         _keys[kind] = call.room.key
 
 
-def _failed(key: Hashable, error: BaseException, backend: str | None = None) -> None:
+def _failed(call: Request, backend: str, error: BaseException) -> None:
     """Quarantine the backend that raised and forget every plan; out of memory is no fault."""
-    engine().condemn(backend or _served[key], error)
+    if is_out_of_memory(error):
+        return
+    engine().condemn(backend, error)
     forget()
-
-
-def _check_alive(call: Request, backend: str, error: BaseException) -> None:
     try:
         call.room.synchronize(array_of(call.a))
     except Exception as lost:
@@ -178,7 +178,6 @@ def _options(policy: Policy | str | os.PathLike[str] | None, backend: str | None
 def forget() -> None:
     """Forget every known call in this process; the decision store stays."""
     _table.clear()
-    _served.clear()
 
 
 def engine() -> Engine:
@@ -210,16 +209,19 @@ def stats() -> dict[str, Any]:
 def register(plugin: Any, *, distribution: str = "caller") -> None:
     """Register a Backend, or a module or object with hook implementations, in this process.
 
-    For notebooks and tests; a package declares an entry point in the group `dispatch.backends` instead.
+    For notebooks and tests; a package declares an entry point in the group `dispatch.backends` instead. Registered
+    again, it takes the place of what it was, quarantine and all.
     """
     name = str(getattr(plugin, "name", None) or getattr(plugin, "__name__", type(plugin).__name__))
     engine().registry.add(plugin, name, distribution)
+    engine().quarantine.pop(name, None)
     forget()
 
 
 def unregister(name: str, *, distribution: str = "caller") -> None:
-    """Take out what `register` put in under that name, and forget its quarantine."""
-    engine().registry.remove(name, distribution)
+    """Take out what `register` put in under that name, and forget its quarantine. Raises ValueError without it."""
+    if not engine().registry.remove(name, distribution):
+        raise ValueError(f"{distribution} has registered nothing under the name {name!r}")
     engine().quarantine.pop(name, None)
     forget()
 

@@ -172,8 +172,9 @@ class _Judge:
         if accurate and fast:
             return Verdict(candidate, "passed", figures, found)
         if accurate:
-            unsettled = "" if found.settled else " (too noisy to tell)"
-            return Verdict(candidate, "too slow", f"{self.gate(candidate):g}x not reached{unsettled}: {figures}", found)
+            gate = self.gate(candidate)
+            noise = " (too noisy to tell)" if found.speedup >= gate or not found.settled else ""
+            return Verdict(candidate, "too slow", f"{gate:g}x not reached{noise}: {figures}", found)
         return Verdict(candidate, "too wrong", f"error above tolerance: {figures}", found)
 
     def choose(self, verdicts: Sequence[Verdict]) -> tuple[Candidate, str]:
@@ -187,7 +188,7 @@ class _Judge:
             times = f"{_us(found.latency_us)} against {_us(self.baseline.latency_us)}"
             return winner, f"{found.speedup:.2f}x the framework's own product ({times}), {self._error(winner)}"
         fallback = self._fallback(verdicts)
-        why = self._why([v for v in verdicts if v.candidate != fallback])
+        why = self._why([v for v in verdicts if v.candidate.backend != "bf16_fallback"])
         if self.problem.encoded and (better := self._faster_than_decoding(verdicts, fallback)):
             return better, f"{why}; but it is faster than decoding the operands and multiplying those"
         return fallback, why
@@ -213,7 +214,7 @@ class _Judge:
         if candidate.backend == "bf16_fallback":
             return True
         found = self.of(candidate)
-        if found is None or self.baseline is None or not self.accurate(candidate):
+        if found is None or self.baseline is None or not self.lossless(candidate):  # what loses has its own gate
             return False
         return found.latency_us <= self.baseline.latency_us or _tied(found, self.baseline)
 
@@ -228,15 +229,12 @@ class _Judge:
     def _why(self, verdicts: Sequence[Verdict]) -> str:
         """Return why nothing passed, by the candidate that came closest."""
         wrong = [v for v in verdicts if v.outcome == "too wrong" and self.fast(v.candidate)]
-        slow = [v for v in verdicts if v.outcome == "too slow" and v.candidate.backend != "bf16_fallback"]
-        slow = slow or [v for v in verdicts if v.outcome == "too wrong"]
+        slow = [v for v in verdicts if v.outcome == "too slow"] or [v for v in verdicts if v.outcome == "too wrong"]
         for group in (wrong, slow):
             if group:
                 best = max(group, key=lambda v: (v.measurement.speedup if v.measurement else 0.0, str(v.candidate)))
                 return f"{best.reason} ({best.candidate})"
-        waiting = [
-            v.candidate for v in verdicts if v.outcome == "not measured" and v.candidate.backend != "bf16_fallback"
-        ]
+        waiting = [v.candidate for v in verdicts if v.outcome == "not measured"]
         if waiting:
             return f"not measured: {', '.join(map(str, waiting))}"
         rejected = [v for v in verdicts if v.outcome == "rejected"]

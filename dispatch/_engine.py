@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dispatch._backend import Backend, Plan, Rejection
-from dispatch._candidates import disallowed, no_backend, proposals, summarized, unlisted, unquantizable
+from dispatch._candidates import broken, checked, disallowed, no_backend, proposals, summarized, unlisted, unquantizable
 from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, Candidate, Measurement
 from dispatch._problem import Problem
 from dispatch.frameworks.operands import array_of, form, native, undressing
-from dispatch.frameworks.request import Request, describe
+from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
 from dispatch.policies.policy import Policy
@@ -95,6 +95,8 @@ class Engine:
                 return Resolved(decision, self._serving(call, decision, options), keep)
             except BaseException as error:  # a plugin's code may raise anything
                 self.condemn(decision.backend, error)
+                if is_out_of_memory(error):
+                    return Resolved(replace(decision, candidate=BASELINE), own_product(call), False)
         return None
 
     def decision(self, call: Request, problem: Problem, options: Options) -> tuple[Decision, bool]:
@@ -105,10 +107,10 @@ class Engine:
         if options.backend is not None and not case.able:
             raise NoBackendError(no_backend(problem, case.rejections))
         decision, keep = self._decided(case)
-        if options.backend is None or decision.backend == options.backend:
+        if options.backend is not None and decision.baseline is None:
+            return named(decision, decision.candidate if decision.candidate in case.able else case.able[0]), keep
+        if options.backend in (None, decision.backend):
             return decision, keep
-        if decision.baseline is None:
-            return named(decision, case.able[0]), keep
         raise NoBackendError(f"backend {options.backend!r} was asked for, but for {problem}: {decision.reason}")
 
     def _decided(self, case: _Case) -> tuple[Decision, bool]:
@@ -130,7 +132,8 @@ class Engine:
         if off or case.call.room.measurable(array_of(case.call.a)) or not self._enter(keys[-1]):
             return case.decide({}), off
         try:
-            return self._measured(case, keys[-1])
+            known = self._known(keys[-1], case)  # another thread may have measured it meanwhile
+            return self._measured(case, keys[-1]) if known is None else (known, True)
         finally:
             self._measuring.discard(keys[-1])
 
@@ -140,7 +143,7 @@ class Engine:
         failed: Rejections = {}
         for candidate, reason in table.faults.items():
             self._quarantine(candidate.backend, reason)
-            failed[candidate] = [Rejection("fault", reason, "a backend that works")]
+            failed[candidate] = broken(reason)
         for candidate, reason in table.out_of_memory.items():
             failed[candidate] = [Rejection("memory", f"exhausted while measuring ({reason})", "enough for it")]
         decision = case.decide(dict(table.measurements), failed)
@@ -181,7 +184,9 @@ class Engine:
         """Return whether a candidate has to be measured: all but those that are the framework's own product."""
         try:
             return candidate.scaled or not case.twin(self._plan(case.problem, candidate)[0])
-        except Exception:  # found again, and recorded, when it is measured
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # found again, and recorded, when it is measured
             return True
 
     def _plan(self, problem: Problem, candidate: Candidate) -> tuple[Plan, Callable[[Operands], Operands]]:
@@ -236,7 +241,12 @@ class Engine:
         rejections: Rejections = {}
         for name, registered in self.registry.backends.items():
             backend, whole = registered.backend, self._whole(name, problem, policy)
-            proposed = [] if whole else list(proposals(backend, problem, policy))
+            proposed: list[Candidate] = []
+            try:
+                proposed += [] if whole else proposals(backend, problem, policy)
+            except BaseException as error:  # a plugin's code may raise anything
+                self.condemn(name, error)
+                whole, proposed = broken(f"{type(error).__name__}: {error}"), []
             if not proposed:
                 rejections[Candidate(name)] = whole or unlisted(backend)
             asked = {candidate: self._ask(backend, candidate, problem, policy) for candidate in proposed}
@@ -247,7 +257,7 @@ class Engine:
     def _whole(self, name: str, problem: Problem, policy: Policy) -> list[Rejection]:
         """Return why a backend has no candidate at all, or []."""
         if name in self.quarantine:
-            return [Rejection("fault", self.quarantine[name], "a backend that works")]
+            return broken(self.quarantine[name])
         if problem.empty and name != "bf16_fallback":
             return [Rejection("size", "zero", "something to multiply")]
         return disallowed(name, policy)
@@ -255,10 +265,10 @@ class Engine:
     def _ask(self, backend: Backend, candidate: Candidate, problem: Problem, policy: Policy) -> list[Rejection]:
         reasons = unquantizable(candidate, problem, policy) if candidate.scaled else []
         try:
-            reasons += backend.rejections(problem.proposing(candidate.recipe, candidate.accumulation))
+            reasons += checked(backend.rejections(problem.proposing(candidate.recipe, candidate.accumulation)))
         except BaseException as error:  # a plugin's code may raise anything
             self.condemn(backend.name, error)
-            return [Rejection("fault", f"{type(error).__name__}: {error}", "a backend that works")]
+            return broken(f"{type(error).__name__}: {error}")
         return list(dict.fromkeys(reasons))
 
     def _only(self, policy: Policy, backend: str) -> Policy:

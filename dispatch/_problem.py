@@ -20,14 +20,14 @@ class Operand:
 
     dtype: the ml_dtypes name (`bfloat16`, `float8_e4m3fn` ...); of a ScaledArray, of what it decodes to.
     batch: its own leading dimensions. layout: `row` (last axis contiguous), `col` (second to last) or `strided`.
-    alignment: bytes, up to 128, that divide the address and every other stride. recipe: set for a ScaledArray.
+    alignment: bytes, up to 16, that divide the address and every other stride. recipe: set for a ScaledArray.
     prepared: it is a PreparedOperand, whose quantization costs nothing now.
     """
 
     dtype: str
     batch: tuple[int, ...] = ()
     layout: str = "row"
-    alignment: int = 128
+    alignment: int = 16
     recipe: ScalingRecipe | None = None
     prepared: bool = False
 

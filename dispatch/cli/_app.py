@@ -10,7 +10,7 @@ import typer
 from rich.progress import Progress
 
 import dispatch
-from dispatch.cli._print import console, decision_table, emit, key_values
+from dispatch.cli._print import console, decision_table, emit, key_values, line
 from dispatch.tools import demo as demonstration
 from dispatch.tools import doctor as examination
 
@@ -48,7 +48,7 @@ def demo(as_json: AsJson = False) -> None:
     for product, decision in zip(products, decisions, strict=True):
         decision_table(decision, title=str(product))
     for name in missing:
-        console().print(f"{name} is not installed: nothing shown for it.")
+        line(f"{name} is not installed: nothing shown for it.")
 
 
 @app.command()
@@ -68,7 +68,7 @@ def explain(
     try:
         product = demonstration.Product(framework, dtype, m, n, k, device, transpose_b)
         decision = product.decision(policy=policy, backend=backend)
-    except (ImportError, ValueError, TypeError, AttributeError) as error:
+    except (ImportError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         _fail(error)
     if as_json:
         emit(decision.to_dict())
@@ -112,7 +112,7 @@ def policy_check(file: Annotated[Path, typer.Argument(help="A policy file.")], a
     if as_json:
         emit({"file": str(file), "ok": True, "fingerprint": policy.fingerprint})
     else:
-        console().print(f"{file}: right ({policy.name}, {len(policy.rules)} rules)", highlight=False)
+        line(f"{file}: right, {_count(len(policy.rules), 'rule')}")
 
 
 @policies.command("show")
@@ -157,7 +157,7 @@ def cache_clear(as_json: AsJson = False) -> None:
     if as_json:
         emit({"removed": count})
     else:
-        console().print(f"{count} decisions removed")
+        line(f"{_count(count, 'decision')} removed")
 
 
 @app.command()
@@ -170,7 +170,7 @@ def doctor(as_json: AsJson = False) -> None:
         rows = [(key, _plain(value)) for key, value in report.items() if key != "problems"]
         key_values(("what", "found"), rows)
         for problem in report["problems"]:
-            console().print(f"problem: {problem}", style="bold", highlight=False)
+            line(f"problem: {problem}", style="bold")
     if report["problems"]:
         raise typer.Exit(1)
 
@@ -184,10 +184,18 @@ def _plain(value: Any) -> str:
 
 
 def _fail(error: Exception) -> Any:
-    console(stderr=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
+    line(f"{type(error).__name__}: {error}", stderr=True)
     raise typer.Exit(1) from None
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def main() -> None:
     """Run the command."""
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    except dispatch.PolicyError as error:  # the one that DISPATCH_POLICY names
+        line(f"PolicyError: {error}", stderr=True)
+        sys.exit(1)

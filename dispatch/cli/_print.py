@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,14 +12,13 @@ from rich.table import Table
 
 from dispatch import Decision, table_rows
 
-WIDE = 160  # of output that is no terminal: nothing is cut
+WIDE = 100_000  # of output that is no terminal: no line is broken
 
 
 def console(stderr: bool = False) -> Console:
     """Return a console; without a terminal lines are as long as they need to be."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else max(WIDE, shutil.get_terminal_size().columns)
-    return Console(stderr=stderr, width=width)
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDE)
 
 
 def emit(value: Any) -> None:
@@ -28,24 +26,31 @@ def emit(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def line(text: str, stderr: bool = False, style: str | None = None) -> None:
+    """Print text as it is."""
+    console(stderr).print(text, style=style, markup=False, highlight=False)
+
+
 def decision_table(decision: Decision, title: str | None = None) -> None:
     """Print a decision: its reason, and a row for each candidate."""
     header, *rows = table_rows(decision)
-    table = Table(title=title or str(decision.problem), title_justify="left", caption=None)
+    table = Table()
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if 0 < index < 7 else "left", overflow="fold", no_wrap=0 < index < 7)
     for row in rows:
         table.add_row(*row, style="bold" if "chosen" in row else None)
-    out = console()
-    out.print(table, markup=False, highlight=False)
-    out.print(f"-> {decision.candidate}: {decision.reason}\n", markup=False, highlight=False)
+    line(title or str(decision.problem), style="italic")
+    console().print(table, markup=False, highlight=False)
+    line(f"-> {decision.candidate}: {decision.reason}\n")
 
 
 def key_values(header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
     """Print a plain table."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
+    if title is not None:
+        line(title, style="italic")
     console().print(table, markup=False, highlight=False)

@@ -40,7 +40,8 @@ def measure_latency(stopwatch: Stopwatch, gates: Sequence[float], budget_ms: flo
     gates[i]: the speedup that call i has to reach. Rounds run every call once, in alternating order. On a device there
     are DEVICE_ROUNDS of them and medians decide; on a CPU at least LEAST_ROUNDS and LEAST_S, and minima decide: where
     minimum and median disagree about a gate there are rounds for UNDECIDED_S, and a call that is still undecided is
-    not settled. `budget_ms` ends the rounds early.
+    not settled; nor is one on a device whose gate lies in the middle half of its rounds. `budget_ms` ends the rounds
+    early.
     """
     stopwatch.prepare()
     session = _Session(stopwatch, gates)
@@ -95,8 +96,11 @@ class _Session:
         return many and (ratio >= FAR * self.gates[index] or ratio * FAR <= self.gates[index])
 
     def _agreed(self, index: int) -> bool:
-        """Return whether minimum and median say the same of the gate."""
+        """Return whether minimum and median, on a device the middle half of the rounds, say the same of the gate."""
         base, own, gate = self.samples[0], self.samples[index], self.gates[index]
+        if self.stopwatch.device_time:
+            low, high = np.percentile(np.divide(base, own), [25, 75])
+            return bool((low >= gate) == (high >= gate))
         return (min(base) / min(own) >= gate) == (np.median(base) / np.median(own) >= gate)
 
     def timing(self, index: int) -> Timing:
@@ -108,5 +112,5 @@ class _Session:
             latency, spread, speedup = median, high - low, np.median(base) / median
         else:
             latency, spread, speedup = least, low - least, base.min() / least
-        settled = index == 0 or self.stopwatch.device_time or self._agreed(index)
+        settled = index == 0 or self._agreed(index)
         return Timing(float(latency), float(median), float(spread), len(own), float(speedup), bool(settled))

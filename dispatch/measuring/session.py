@@ -81,7 +81,7 @@ def measure(
         again, rounding, _ = _errors(_Baseline(room, problem, other), entrants, other, policy, table)
         errors = {candidate: _worse(errors[candidate], error) for candidate, error in again.items()}
     able = [entrant for entrant in entrants if not table.out(entrant.candidate)]
-    if not {e.candidate for e in able} <= set(table.timings):
+    if not {BASELINE, *(e.candidate for e in able)} <= set(table.timings):
         gates = {e.candidate: _gate(problem, e.candidate, errors, rounding, policy) for e in able}
         table.timings = _timed(base, able, operands, gates, policy, table)
     for candidate in (BASELINE, *(e.candidate for e in able)):
@@ -136,7 +136,9 @@ def _named(plan: Plan, index: int, name: str) -> Plan:
     def call(*operands: Any) -> Any:
         try:
             return plan(*operands)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin's code may raise anything
             raise _CandidateError(index, error) from error
 
     call.__name__ = name

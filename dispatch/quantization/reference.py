@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from dispatch._problem import FLOAT_DTYPES, FP8_DTYPES
@@ -16,7 +15,7 @@ from dispatch.quantization.scaled_array import SCALE_STORAGE, ScaledArray, check
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: its reciprocal is finite, and no processor setting flushes it to zero."""
 
-LARGEST_SCALE = float(ml_dtypes.finfo("float32").max)
+LARGEST_SCALE = float(np.finfo(np.float32).max)
 _NAN_BITS = 0x7F  # a NaN in e4m3 and in e5m2
 
 
@@ -30,6 +29,12 @@ class _Layout(NamedTuple):
 
 _FLOAT32 = _Layout("float32", "int32", 0xFF << 23)
 _FLOAT64 = _Layout("float64", "int64", 0x7FF << 52)
+
+
+def _finfo(dtype: str) -> Any:
+    import ml_dtypes  # noqa: PLC0415 - products of NumPy's own dtypes do without it
+
+    return ml_dtypes.finfo(dtype)
 
 
 @np.errstate(all="ignore")
@@ -76,7 +81,7 @@ def _scale(room: Framework, x: Any, recipe: ScalingRecipe, extents: Extents) -> 
     xp = room.xp
     amax = block_amax(xp, xp.where(xp.isfinite(x), xp.abs(x), 0.0), extents)
     # XLA multiplies by the reciprocal of a constant divisor, one bit off: it must not see that this is one.
-    largest = amax * 0.0 + float(ml_dtypes.finfo(recipe.storage_dtype).max)
+    largest = amax * 0.0 + float(_finfo(recipe.storage_dtype).max)
     scale = room.cast(xp.clip(amax / largest, SMALLEST_SCALE, LARGEST_SCALE), "float32")
     if recipe.scale_dtype == "e8m0":
         exponent = ((scale.view(xp.int32) + 0x7FFFFF) >> 23).clip(1, 254)
@@ -87,7 +92,7 @@ def _scale(room: Framework, x: Any, recipe: ScalingRecipe, extents: Extents) -> 
 def _encode(room: Framework, x: Any, scale: Any, recipe: ScalingRecipe, layout: _Layout) -> Any:
     """Return x / scale in the storage dtype; `scale` broadcasts to `x`."""
     xp = room.xp
-    info = ml_dtypes.finfo(recipe.storage_dtype)
+    info = _finfo(recipe.storage_dtype)
     finite = xp.isfinite(x)
     quotient = _divide(room, xp.where(finite, x, 0.0), scale, layout)
     rounded = _round(xp, xp.clip(quotient, -float(info.max), float(info.max)), info, layout)

@@ -39,6 +39,8 @@ def status(registry: Registry, quarantine: Mapping[str, str]) -> list[BackendInf
 
 def _unavailable(backend: Backend, archs: dict[str, list[str]]) -> str | None:
     wanted = dict.fromkeys(name for capability in backend.capabilities for name in capability.frameworks)
+    if not wanted:
+        return "it declares nothing that it can do"
     if not any(name in archs for name in wanted):
         return f"needs {' or '.join(wanted)}, which is not installed"
     for capability in backend.capabilities:

@@ -44,10 +44,15 @@ def _built(kind: Any, data: Any) -> Any:
     if origin in (types.UnionType, typing.Union):  # always X | None here
         return None if data is None else _built(next(x for x in arguments if x is not type(None)), data)
     if origin is tuple:
+        if not isinstance(data, list):
+            raise TypeError(f"{data!r} is no list")
         return tuple(_built(arguments[0], item) for item in data)
     if not isinstance(data, (int, float, str) if kind is float else kind):
         raise TypeError(f"{data!r} is no {kind.__name__}")
-    return float(data) if kind is float else data
+    try:
+        return float(data) if kind is float else data
+    except OverflowError:
+        raise ValueError(f"{data} is beyond every float") from None
 
 
 @cache

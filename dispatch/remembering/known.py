@@ -13,12 +13,13 @@ class KnownCalls:
     """Known calls by key, least recently used forgotten first, without a lock and without cost on a hit.
 
     Two generations: what is used lives in `young`; when that is full it becomes `old`, and what is not used again
-    from there goes with it.
+    from there goes with it. `served` has the backend of every known call that a plugin serves.
     """
 
     def __init__(self) -> None:
         self.young: dict[Hashable, Plan] = {}
         self.old: dict[Hashable, Plan] = {}
+        self.served: dict[Hashable, str] = {}
 
     def find(self, key: Hashable) -> Plan | None:
         """Return an old plan, young again, or None."""
@@ -27,17 +28,22 @@ class KnownCalls:
             self.keep(key, plan)
         return plan
 
-    def keep(self, key: Hashable, plan: Plan) -> None:
-        """Remember a plan."""
+    def keep(self, key: Hashable, plan: Plan, backend: str | None = None) -> None:
+        """Remember a plan, and the backend that serves by it if it is a plugin's."""
         if len(self.young) >= MOST_PLANS:
+            for gone in self.old.keys() - self.young.keys():
+                self.served.pop(gone, None)
             self.old = dict(self.young)
             self.young.clear()
+        if backend is not None:
+            self.served[key] = backend
         self.young[key] = plan
 
     def __len__(self) -> int:
-        return len(self.young) + len(self.old)
+        return len(self.young.keys() | self.old.keys())
 
     def clear(self) -> None:
         """Forget everything."""
         self.old = {}
         self.young.clear()
+        self.served.clear()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import dispatch
 from dispatch import ACTIVATIONS, FP8_DTYPES, Backend, Capability, Plan, Problem, RecipePair, Rejection, ScalingRecipe
@@ -84,13 +85,10 @@ def fake_timings(latency_us: Mapping[str, float] | Callable[[str], float], devic
     def stopwatch(calls: Sequence[Any], memory_bytes: int) -> _FakeStopwatch:
         return _FakeStopwatch([call.__name__ for call, _ in calls], give, device_time)
 
-    for room in rooms:
-        room.stopwatch = stopwatch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for room in rooms:
-            del room.stopwatch
+            stack.enter_context(patch.object(room, "stopwatch", stopwatch))
+        yield
 
 
 def _lookup(latency_us: Mapping[str, float]) -> Callable[[str], float]:

@@ -15,8 +15,8 @@ def report() -> dict[str, Any]:
     """Return the findings as plain values; `problems` is empty where nothing is wrong."""
     stats = dispatch.stats()
     policy = dispatch.current_policy()
-    found = {x.name: x for x in dispatch.backends()}
-    broken = [f"backend {x.name}: {x.unavailable}" for x in found.values() if x.status == "failed"]
+    listed = dispatch.backends()
+    broken = [f"plugin {x.name} of {x.distribution}: {x.unavailable}" for x in listed if x.status == "failed"]
     state = stats["store"]["state"]
     return {
         "python": platform.python_version(),
@@ -24,7 +24,7 @@ def report() -> dict[str, Any]:
         **dispatch.machine(),
         "store": stats["store"],
         "policy": {"name": policy.name, "fingerprint": policy.fingerprint},
-        "backends": {name: x.unavailable or "available" for name, x in found.items()},
+        "backends": {x.name: x.unavailable or "available" for x in listed if x.status != "failed"},
         "problems": broken + ([] if state == "ok" else [f"decision store: {state}"]),
     }
 

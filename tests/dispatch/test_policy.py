@@ -18,13 +18,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from dispatch.policies import policy as _policy
 from dispatch.policies._file import KEYS, MATCH, check
 from dispatch.policies.facts import SECTIONS, Backends, Match, Range
 from dispatch.policies.policy import Policy, PolicyError, current_policy, load_policy, shipped_policies, use_policy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatch import _policy
 from dispatch._problem import Operand, Problem
 from dispatch._recipe import RecipePair
 

@@ -1,0 +1,214 @@
+"""How latencies are taken: rounds, order, gates and ends, by stopwatches that follow a script."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import numpy as np
+import pytest
+
+from dispatch.measuring import latency
+from dispatch.measuring.latency import measure_latency
+
+
+class Clock:
+    """The time that measure_latency sees: it moves by what the stopwatch says that its calls took."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(latency, "time", made)
+    return made
+
+
+class Script:
+    """A stopwatch: `give(index, n)` is what the nth run of a call takes, in microseconds."""
+
+    def __init__(self, clock, give, device_time=False, compile_s=0.0):
+        self.clock, self.give, self.device_time, self.compile_s = clock, give, device_time, compile_s
+        self.orders, self.runs, self.prepared = [], {}, 0
+
+    def prepare(self):
+        assert not self.orders
+        self.prepared += 1
+        self.clock.now += self.compile_s
+
+    def round(self, order):
+        self.orders.append(list(order))
+        spent = []
+        for index in order:
+            n = self.runs[index] = self.runs.get(index, 0) + 1
+            spent.append(float(self.give(index, n - 1)))
+            self.clock.now += spent[-1] / 1e6
+        return spent
+
+
+def steady(*latencies):
+    return lambda index, n: latencies[index]
+
+
+def test_on_a_cpu_at_least_ten_rounds(clock):
+    watch = Script(clock, steady(20_000.0, 10_000.0))
+    base, own = measure_latency(watch, [1.0, 1.5], 60_000)
+    assert watch.prepared == 1
+    assert (base.rounds, own.rounds) == (10, 10)
+    assert (own.latency_us, own.median_us, own.spread_us, own.speedup) == (10_000.0, 10_000.0, 0.0, 2.0)
+    assert base.settled
+    assert own.settled
+
+
+def test_on_a_cpu_at_least_fifty_milliseconds(clock):
+    watch = Script(clock, steady(300.0, 200.0))
+    base, own = measure_latency(watch, [1.0, 1.5], 60_000)
+    assert base.rounds == own.rounds
+    assert 50_000 <= base.rounds * 500 <= 50_500
+
+
+def test_rounds_alternate_their_order(clock):
+    watch = Script(clock, steady(9000.0, 6000.0, 7000.0))
+    measure_latency(watch, [1.0, 1.5, 1.5], 60_000)
+    assert watch.orders[:4] == [[0, 1, 2], [2, 1, 0], [0, 1, 2], [2, 1, 0]]
+    assert len(watch.orders) == 10
+
+
+def test_on_a_cpu_minima_decide(clock):
+    noise = [1.0, 9.0, 9.0, 1.2, 9.0]
+    watch = Script(clock, lambda index, n: (3000.0, 1000.0)[index] * noise[(n + index) % 5])
+    base, own = measure_latency(watch, [1.0, 1.5], 60_000)
+    assert (base.latency_us, own.latency_us, own.speedup) == (3000.0, 1000.0, 3.0)
+    assert own.median_us == 9000.0
+    runs = [1000.0 * noise[(n + 1) % 5] for n in range(own.rounds)]
+    assert own.spread_us == pytest.approx(np.percentile(runs, 25) - 1000.0)
+
+
+def torn(index, n):
+    """1.25x by the medians, 0.75x by the minima."""
+    return 8000.0 if index else (10_000.0, 10_000.0, 6000.0)[n % 3]
+
+
+def test_where_minimum_and_median_disagree_it_goes_on_for_a_second_and_is_not_settled(clock):
+    watch = Script(clock, torn)
+    start = clock.now
+    base, own = measure_latency(watch, [1.0, 1.05], 60_000)
+    assert not own.settled
+    assert base.settled
+    assert 1.0 <= clock.now - start < 1.05
+    assert own.speedup == pytest.approx(0.75)
+
+
+def test_more_rounds_may_settle_it(clock):
+    watch = Script(clock, lambda index, n: 8000.0 if index else (10_000.0 if n < 11 and n != 3 else 6000.0))
+    start = clock.now
+    _, own = measure_latency(watch, [1.0, 1.05], 60_000)
+    assert own.settled
+    assert own.rounds > 10
+    assert clock.now - start < 1.0
+
+
+def test_disagreement_on_one_side_of_the_gate_is_none(clock):
+    watch = Script(clock, torn)
+    _, own = measure_latency(watch, [1.0, 1.5], 60_000)  # both say no
+    assert own.settled
+    assert own.rounds == 10
+
+
+def test_only_the_torn_call_is_not_settled(clock):
+    watch = Script(clock, lambda index, n: 2000.0 if index == 2 else torn(index, n))
+    _, unsettled, settled = measure_latency(watch, [1.0, 1.05, 1.5], 60_000)
+    assert (unsettled.settled, settled.settled) == (False, True)
+
+
+def test_one_long_run_of_the_baseline_is_enough_where_all_others_are_far_beyond(clock):
+    for base_us, own_us in ((2_000_000.0, 20_000.0), (150_000.0, 800_000.0)):
+        watch = Script(clock, steady(base_us, own_us))
+        base, own = measure_latency(watch, [1.0, 1.05], 60_000)
+        assert (base.rounds, own.rounds) == (1, 5)
+        assert own.settled
+        assert own.speedup == pytest.approx(base_us / own_us)
+
+
+@pytest.mark.parametrize(
+    ("base_us", "own_us", "gate"),
+    [
+        (99_000.0, 1_000.0, 1.5),  # not a long run
+        (150_000.0, 30_000.0, 1.5),  # 5x, and 7.5x is wanted
+        (150_000.0, 400_000.0, 1.5),  # 0.375x, and 0.3x is wanted
+    ],
+)
+def test_else_ten_rounds_they_are(clock, base_us, own_us, gate):
+    watch = Script(clock, steady(base_us, own_us))
+    base, own = measure_latency(watch, [1.0, gate], 600_000)
+    assert base.rounds == 10
+    assert own.rounds >= 10
+
+
+def test_one_that_is_near_keeps_all_running(clock):
+    watch = Script(clock, steady(200_000.0, 2000.0, 150_000.0))
+    base, far, near = measure_latency(watch, [1.0, 1.5, 1.5], 600_000)
+    assert base.rounds == 10
+    assert near.rounds >= 10
+    assert far.rounds >= 10
+
+
+@pytest.mark.parametrize("device_time", [False, True])
+def test_the_budget_ends_it(clock, device_time):
+    watch = Script(clock, steady(50_000.0, 40_000.0), device_time)
+    start = clock.now
+    base, own = measure_latency(watch, [1.0, 1.05], 300)
+    assert base.rounds == own.rounds == 4
+    assert clock.now - start < 0.4
+
+
+@pytest.mark.parametrize("device_time", [False, True])
+def test_without_a_budget_there_is_one_round(clock, device_time):
+    base, own = measure_latency(Script(clock, steady(50.0, 40.0), device_time), [1.0, 1.05], 0)
+    assert base.rounds == own.rounds == 1
+
+
+def test_compiling_is_not_in_the_budget(clock):
+    watch = Script(clock, steady(20_000.0, 10_000.0), compile_s=500.0)
+    assert measure_latency(watch, [1.0, 1.5], 2000)[0].rounds == 10
+
+
+def test_the_baseline_alone(clock):
+    (base,) = measure_latency(Script(clock, steady(20_000.0)), [1.0], 2000)
+    assert (base.speedup, base.settled) == (1.0, True)
+
+
+def test_on_a_device_medians_of_twenty_rounds_decide(clock):
+    noise = itertools.cycle([1.0, 1.01, 1.02, 0.7, 1.01])
+    watch = Script(clock, lambda index, n: (90.0, 30.0)[index] * next(noise), device_time=True)
+    base, own = measure_latency(watch, [1.0, 1.5], 60_000)
+    assert base.rounds == own.rounds == 20
+    assert (own.latency_us, own.median_us) == (own.median_us, pytest.approx(30.3))
+    assert own.speedup == pytest.approx(base.median_us / own.median_us)
+    assert own.spread_us == pytest.approx(0.3, abs=0.02)
+    assert own.settled
+
+
+def test_on_a_device_two_modes_around_the_gate_do_not_settle(clock):
+    modes = itertools.cycle([1.0, 1.7, 1.0, 1.7, 1.7, 1.0, 1.0])
+    watch = Script(clock, lambda index, n: 10.0 * next(modes), device_time=True)
+    _, own = measure_latency(watch, [1.0, 1.05], 60_000)
+    assert not own.settled
+
+
+def test_latencies_are_those_of_the_call_whatever_the_order(clock):
+    runs = {}
+
+    def give(index, n):
+        runs.setdefault(index, []).append(1000.0 * (index + 1) + n)
+        return runs[index][-1]
+
+    timings = measure_latency(Script(clock, give), [1.0, 1.5, 1.5], 60_000)
+    for index, timing in enumerate(timings):
+        assert timing.latency_us == min(runs[index])
+        assert timing.median_us == statistics.median(runs[index])

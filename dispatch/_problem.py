@@ -81,8 +81,9 @@ class Problem:
 
     @property
     def encoded(self) -> bool:
-        """Whether an operand is FP8 or a ScaledArray: the baseline multiplies what it decodes to."""
-        return self.a.encoded or self.b.encoded
+        """Whether an operand is a ScaledArray, or FP8 beside a float: the baseline multiplies what it decodes to."""
+        pairs = (self.a, self.b), (self.b, self.a)
+        return any(x.recipe is not None or (x.encoded and other.dtype in FLOAT_DTYPES) for x, other in pairs)
 
     def proposing(self, recipe: RecipePair | None, accumulation: str | None = None) -> Self:
         """Return the problem as one candidate sees it."""

@@ -294,3 +294,13 @@ def test_torch_results_are_as_contiguous_and_differentiable_as_torchs(layout: st
                 assert found.requires_grad == wanted.requires_grad
                 assert found.stride() == wanted.stride()
                 torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("other", ["complex64", "int32", "bool"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_fp8_beside_what_is_no_float_is_the_frameworks_own(framework: str, other: str, serving: Any) -> None:
+    pytest.importorskip(framework)
+    a, b = (make(framework, Drawn((2, 2), dtype, "packed", 1)) for dtype in ("float8_e4m3fn", other))
+    with serving():
+        for pair in ((a, b), (b, a)):
+            same(framework, outcome(dispatch.matmul, *pair), outcome(OWN[framework], *pair))

@@ -11,7 +11,7 @@ from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
 from dispatch.frameworks.compiled import traced
 from dispatch.frameworks.operands import array_of
-from dispatch.frameworks.request import Request, describe, own_product, refused, request
+from dispatch.frameworks.request import Request, check_alive, describe, own_product, refused, request
 from dispatch.measuring.session import is_out_of_memory
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
@@ -160,13 +160,7 @@ def _failed(call: Request, backend: str, error: BaseException) -> None:
         return
     engine().condemn(backend, error)
     forget()
-    try:
-        call.room.synchronize(array_of(call.a))
-    except Exception as lost:
-        raise RuntimeError(
-            f"backend {backend!r} failed ({error}) and left the device unusable ({lost}): nothing in this process can "
-            f"use it any more. Restart, with [backends] deny = [{backend!r}] in the policy"
-        ) from error
+    check_alive(call, backend, error)
 
 
 def _options(policy: Policy | str | os.PathLike[str] | None, backend: str | None, scope: str | None) -> Options:

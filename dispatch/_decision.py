@@ -108,7 +108,7 @@ def decide(
         baseline=measurements.get(BASELINE),
         policy=policy.name,
         source="unmeasured" if measurements.get(BASELINE) is None else "measured",
-        settled=all(m is None or m.settled for m in measurements.values()),
+        settled=judge.settled(chosen),
     )
 
 
@@ -137,6 +137,14 @@ class _Judge:
         if found is None or found.error is None:
             return False
         return found.error.value(self.policy.error.metric) <= self.policy.error.tolerance or self._as_good(candidate)
+
+    def settled(self, chosen: Candidate) -> bool:
+        """Return whether no candidate that noise left undecided could be faster than the chosen one."""
+        best = self.of(chosen) or self.baseline
+        undecided = [m for m in self.measurements.values() if m is not None and not m.settled]
+        if best is None or not undecided:
+            return not undecided
+        return all(min(m.latency_us, m.median_us) > best.median_us and not _tied(m, best) for m in undecided)
 
     def lossless(self, candidate: Candidate) -> bool:
         """Return whether it is declared no narrower than the inputs and measured no worse than the baseline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ class Engine:
         self._again = again
         self._memory: dict[str, Decision] = {}
         self._timings: dict[str, Timings] = {}
-        self._measuring: set[str] = set()
+        self._measuring: set[tuple[int, str]] = set()  # by process: a forked child measures for itself
         self._lock = threading.Lock()
 
     def resolve(self, call: Request, options: Options) -> Resolved | None:
@@ -135,7 +136,7 @@ class Engine:
             known = self._known(keys[-1], case)  # another thread may have measured it meanwhile
             return self._measured(case, keys[-1]) if known is None else (known, True)
         finally:
-            self._measuring.discard(keys[-1])
+            self._measuring.discard((os.getpid(), keys[-1]))
 
     def _measured(self, case: _Case, key: str) -> tuple[Decision, bool]:
         self.counts["measured"] += 1
@@ -221,6 +222,7 @@ class Engine:
     def clear(self) -> int:
         """Forget every decision; return how many the store held."""
         self._memory.clear()
+        self._timings.clear()
         return self.store.clear()
 
     def condemn(self, backend: str, error: BaseException) -> None:
@@ -312,7 +314,7 @@ class Engine:
     def _enter(self, key: str) -> bool:
         """Return whether the caller may measure: one thread a problem does, the others get the baseline."""
         with self._lock:
-            if key in self._measuring:
+            if (os.getpid(), key) in self._measuring:
                 return False
-            self._measuring.add(key)
+            self._measuring.add((os.getpid(), key))
             return True

@@ -27,7 +27,7 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
 def autocasting(x: Tensor) -> bool:
     """Return whether autocast is on for the tensor's device; some, as meta, have none."""
     kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return bool(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
 
 
 def without_autocast(x: Tensor) -> Any:

@@ -93,6 +93,17 @@ def own_product(call: Request) -> Plan:
     return undressing(own)
 
 
+def check_alive(call: Request, backend: str, error: BaseException) -> None:
+    """Raise RuntimeError if a backend's failure left the device unusable for everything in this process."""
+    try:
+        call.room.synchronize(array_of(call.a))
+    except Exception as lost:
+        raise RuntimeError(
+            f"backend {backend!r} failed ({error}) and left the device unusable ({lost}): nothing in this process can "
+            f"use it any more. Restart, with [backends] deny = [{backend!r}] in the policy"
+        ) from error
+
+
 def refused(call: Request) -> Any:
     """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
     try:

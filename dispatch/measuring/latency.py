@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dispatch.frameworks._base import Stopwatch
 
 LEAST_ROUNDS = 10
+BUDGET_ROUNDS = 3  # no budget goes below: one sample decides nothing
 LEAST_S = 0.05
 UNDECIDED_S = 1.0  # as long as the least and the median of the rounds disagree about a gate
 DEVICE_ROUNDS = 20
@@ -49,7 +50,7 @@ def measure_latency(stopwatch: Stopwatch, gates: Sequence[float], budget_ms: flo
     session.run_round()
     if not stopwatch.device_time and session.samples[0][0] >= LONG_RUN_US:
         session.run_candidates(FAR_RUNS - 1, end)
-    while not session.done() and time.perf_counter() < end:
+    while not session.done() and (time.perf_counter() < end or len(session.samples[0]) < BUDGET_ROUNDS):
         session.run_round()
     return [session.timing(index) for index in range(len(gates))]
 
@@ -69,10 +70,13 @@ class _Session:
         self.forward = not self.forward
 
     def run_candidates(self, times: int, end: float) -> None:
-        """Time every call but the baseline, `times` times."""
+        """Time every call but the baseline `times` times; after `end` only those that take next to nothing."""
+        base = self.samples[0][0]
         for _ in range(times):
-            if time.perf_counter() < end:
-                self._run(range(1, len(self.gates)))
+            quick = [
+                i for i in range(1, len(self.gates)) if self.samples[i][0] * FAR <= base or time.perf_counter() < end
+            ]
+            self._run(quick)
 
     def _run(self, order: Sequence[int]) -> None:
         for index, spent in zip(order, self.stopwatch.round(order), strict=True):

@@ -134,7 +134,8 @@ def allowed(module: str) -> Allowed:
     libraries = frozenset(CORE_LIBRARIES | FRAMEWORKS.get(room, set()))
     if not name:
         return Allowed(libraries, modules=core, lazy_modules=(own,))
-    return Allowed(libraries, modules=(*core, f"dispatch.frameworks.{room}.*", f"dispatch.frameworks._{room}*"))
+    mine = (f"dispatch.frameworks.{room}.*", f"dispatch.frameworks._{room}*")
+    return Allowed(libraries, modules=(*core, *mine), lazy_modules=() if room in FRAMEWORKS else (own,))
 
 
 def violations(source: str, module: str, package: bool = False) -> list[str]:

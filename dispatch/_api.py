@@ -16,7 +16,7 @@ from dispatch.measuring.session import is_out_of_memory
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
-from dispatch.remembering import DecisionStore, KnownCalls, from_plain
+from dispatch.remembering import DecisionStore, KnownCalls
 
 FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
 _table = KnownCalls()
@@ -196,7 +196,7 @@ def stats() -> dict[str, Any]:
         "plans": len(_table),
         "quarantined": dict(own.quarantine),
         "faults": [f"{fault.name} of {fault.distribution}: {fault.reason}" for fault in own.registry.faults],
-        "store": {"path": str(own.store.path), "state": own.store.state},
+        "store": {"path": str(own.decisions.store.path), "state": own.decisions.store.state},
     }
 
 
@@ -222,13 +222,7 @@ def unregister(name: str, *, distribution: str = "caller") -> None:
 
 def stored() -> list[Decision]:
     """Return the decisions in the store; records that this version cannot read are left out."""
-    found = []
-    for _, record in engine().store.entries():
-        try:
-            found.append(from_plain(Decision, record["decision"]))
-        except (KeyError, TypeError, ValueError):
-            continue
-    return found
+    return engine().decisions.stored()
 
 
 def clear_store() -> int:

@@ -21,9 +21,8 @@ from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
 from dispatch.policies.policy import Policy
 from dispatch.registry.registry import Registry
-from dispatch.remembering import DecisionStore, from_plain, key_of, to_plain
+from dispatch.remembering import FORMAT, Decisions, DecisionStore, key_of, to_plain
 
-FORMAT = 1  # of a stored record
 Rejections = dict[Candidate, list[Rejection]]
 
 
@@ -78,11 +77,10 @@ class Engine:
 
     def __init__(self, registry: Registry, store: DecisionStore, again: Callable[..., Any]) -> None:
         self.registry = registry
-        self.store = store
+        self.decisions = Decisions(store)
         self.counts: Counter[str] = Counter()
         self.quarantine: dict[str, str] = {}
         self._again = again
-        self._memory: dict[str, Decision] = {}
         self._timings: dict[str, Timings] = {}
         self._measuring: set[tuple[int, str]] = set()  # by process: a forked child measures for itself
         self._lock = threading.Lock()
@@ -154,8 +152,7 @@ class Engine:
             return decision, False
         complete = decision.settled and not table.out_of_memory and not table.postponed
         if complete:
-            self._memory[key] = decision
-            self.store.put(key, {"format": FORMAT, "decision": decision.to_dict()})
+            self.decisions.keep(key, decision)
         return decision, complete or not table.postponed
 
     def _table(self, case: _Case, timings: Timings) -> Table:
@@ -221,9 +218,8 @@ class Engine:
 
     def clear(self) -> int:
         """Forget every decision; return how many the store held."""
-        self._memory.clear()
         self._timings.clear()
-        return self.store.clear()
+        return self.decisions.clear()
 
     def condemn(self, backend: str, error: BaseException) -> None:
         """Quarantine `backend` for what it raised; raise it again if no plugin is to blame."""
@@ -299,16 +295,10 @@ class Engine:
 
     def _known(self, key: str, case: _Case) -> Decision | None:
         """Return the remembered decision, if its candidate is able still."""
-        decision = self._memory.get(key)
-        if decision is None and (record := self.store.get(key)) is not None:
-            try:
-                decision = replace(from_plain(Decision, record["decision"]), source="store")
-            except (KeyError, TypeError, ValueError):
-                return None  # a record that this version cannot read is a miss
+        decision = self.decisions.find(key)
         if decision is None or decision.candidate not in (*case.able, BASELINE):
             return None
         self.counts["remembered"] += 1
-        self._memory[key] = decision
         return replace(decision, problem=case.problem)
 
     def _enter(self, key: str) -> bool:

@@ -242,7 +242,7 @@ def test_cache():
 
 def test_doctor(engine):
     out, _ = run("doctor")
-    for text in ("python", "numpy", "cpu-", str(engine.store.path), "default", "bf16_fallback"):
+    for text in ("python", "numpy", "cpu-", str(engine.decisions.store.path), "default", "bf16_fallback"):
         assert text in out
     found = run_json("doctor")
     assert found["problems"] == []

@@ -483,7 +483,7 @@ def test_eight_threads_on_one_cold_problem_measure_once_and_are_right():
 def test_a_thread_that_asked_the_store_before_it_was_measured_does_not_measure_again(engine, monkeypatch):
     a, b = arrays()
     asked, go_on = threading.Event(), threading.Event()
-    get = engine.store.get
+    get = engine.decisions.store.get
 
     def slow_get(key):
         found = get(key)
@@ -492,7 +492,7 @@ def test_a_thread_that_asked_the_store_before_it_was_measured_does_not_measure_a
             assert go_on.wait(30)
         return found
 
-    monkeypatch.setattr(engine.store, "get", slow_get)
+    monkeypatch.setattr(engine.decisions.store, "get", slow_get)
     with registered(FakeBackend("fast", good)), fake_timings(FAST):
         late = threading.Thread(target=lambda: dispatch.matmul(a, b), name="late")
         late.start()
@@ -554,7 +554,7 @@ def test_a_new_process_asks_the_store(engine, tmp_path, monkeypatch):
     a, b = arrays()
     with registered(FakeBackend("fast", good)), fake_timings(FAST):
         decision = dispatch.explain(a, b)
-    monkeypatch.setattr(_api, "_engine", fresh_engine(engine.store.path))
+    monkeypatch.setattr(_api, "_engine", fresh_engine(engine.decisions.store.path))
     dispatch.forget()
     with registered(FakeBackend("fast", good)), fake_timings(FAST):
         again = dispatch.explain(a, b)
@@ -603,9 +603,9 @@ def test_a_record_that_cannot_be_read_is_a_miss(engine, damage):
     a, b = arrays()
     with registered(FakeBackend("fast", good)), fake_timings(FAST):
         dispatch.matmul(a, b)
-        ((key, _),) = engine.store.entries()
-        engine.store.put(key, damage)
-        engine._memory.clear()
+        ((key, _),) = engine.decisions.store.entries()
+        engine.decisions.store.put(key, damage)
+        engine.decisions._memory.clear()
         dispatch.forget()
         assert dispatch.stored() == []
         is_right(dispatch.matmul(a, b), a, b)

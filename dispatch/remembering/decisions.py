@@ -1,0 +1,54 @@
+"""Decisions by key: those of this process, and under them the store's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dispatch.remembering.codec import from_plain
+from dispatch.remembering.store import DecisionStore
+
+if TYPE_CHECKING:
+    from dispatch._decision import Decision
+
+FORMAT = 1  # of a stored record
+
+
+class Decisions:
+    """What was decided, kept in memory and in the store. A record that this version cannot read is a miss."""
+
+    def __init__(self, store: DecisionStore) -> None:
+        self.store = store
+        self._memory: dict[str, Decision] = {}
+
+    def find(self, key: str) -> Decision | None:
+        """Return the decision under a key, if there is one."""
+        found = self._memory.get(key)
+        if found is None and (record := self.store.get(key)) is not None:
+            found = _read(record)
+            if found is not None:
+                found = self._memory[key] = replace(found, source="store")
+        return found
+
+    def keep(self, key: str, decision: Decision) -> None:
+        """Keep a decision under a key."""
+        self._memory[key] = decision
+        self.store.put(key, {"format": FORMAT, "decision": decision.to_dict()})
+
+    def stored(self) -> list[Decision]:
+        """Return every decision in the store, the oldest first."""
+        return [found for _, record in self.store.entries() if (found := _read(record)) is not None]
+
+    def clear(self) -> int:
+        """Forget everything; return how many decisions the store held."""
+        self._memory.clear()
+        return self.store.clear()
+
+
+def _read(record: dict[str, object]) -> Decision | None:
+    from dispatch._decision import Decision  # noqa: PLC0415 - it imports the codec from here
+
+    try:
+        return from_plain(Decision, record["decision"]) if record.get("format") == FORMAT else None
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -36,17 +36,26 @@ class Request:
         """Whether both operands are arrays of the framework."""
         return not any(isinstance(x, ScaledArray | PreparedOperand) for x in (self.a, self.b))
 
+    @property
+    def unmeasurable(self) -> str | None:
+        """Why nothing may be measured for these operands now, or None."""
+        return self.room.measurable(array_of(self.a)) or self.room.measurable(array_of(self.b))
+
 
 def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -> Request:
     """Return the checked arguments. Raises TypeError for what is no array, arrays that do not belong together or a
-    bad out_dtype, and ValueError for an unknown activation or a ScaledArray quantized for the other side."""
+    bad out_dtype, and ValueError for an unknown activation, a bias that is larger than the result or a ScaledArray
+    quantized for the other side."""
     room = _room(a, b, bias)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
     a, b = _facing("a", a, -1), _facing("b", b, -2)
     shape_a, shape_b = tuple(array_of(a).shape), tuple(array_of(b).shape)
     fold = not isinstance(a, ScaledArray)
-    return Request(room, a, b, bias, activation, out_dtype, Shapes.of(shape_a, shape_b, fold))
+    shapes = Shapes.of(shape_a, shape_b, fold)
+    if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it has to broadcast to the result's, {shapes.out}")
+    return Request(room, a, b, bias, activation, out_dtype, shapes)
 
 
 def describe(call: Request) -> Problem | None:

@@ -36,6 +36,10 @@ class Shapes:
             return bias
         return xp.reshape(xp.broadcast_to(bias, self.out), self.canonical_out)
 
+    def takes(self, bias: Shape) -> bool:
+        """Return whether a bias of that shape broadcasts to the result and leaves its shape as it is."""
+        return _broadcast(bias, self.out) == self.out
+
     @classmethod
     def of(cls, a: Shape, b: Shape, fold: bool = True) -> Shapes | None:
         """Return the shapes for operands of shape a and b, or None where they do not multiply.
@@ -80,6 +84,7 @@ def reshaping(plan: Plan, a: Shape, b: Shape, shapes: Shapes, xp: Any) -> Plan:
         x = xp.reshape(a, shapes.a) if reshape_a else a
         y = xp.reshape(b, shapes.b) if reshape_b else b
         z = plan(x, y) if bias is None else plan(x, y, shapes.bias(bias, not reshape_b, xp))
-        return xp.reshape(z, out) if reshape_out else z
+        z = xp.reshape(z, out) if reshape_out else z
+        return z if out else z[()]  # of two vectors: a scalar in NumPy
 
     return reshaped

@@ -124,13 +124,13 @@ def _call(call: Request, options: Options) -> Any:
 def _key(call: Request, options: Options) -> Hashable | None:
     """Return the key of a call, or None where something else interprets it."""
     own = call.room.key(array_of(call.a), array_of(call.b), _active())
-    if own is None:
+    bias = () if call.bias is None else call.room.key(call.bias, call.bias)
+    if own is None or bias is None:
         return None
     plain = call.plain and call.bias is None and call.activation is None and call.out_dtype is None
     if plain and options.backend is None and options.scope is None and options.policy is current_policy():
         return own
     facts = tuple(_facts(x) for x in (call.a, call.b))
-    bias = None if call.bias is None else call.room.key(call.bias, call.bias)
     return own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope, options.policy
 
 

@@ -127,7 +127,7 @@ class Engine:
                 "measure it first with [tuning] mode = 'measure' on a machine like this one"
             )
         off = case.policy.tuning.mode == "off"
-        if off or case.call.room.measurable(array_of(case.call.a)) or not self._enter(keys[-1]):
+        if off or case.call.unmeasurable or not self._enter(keys[-1]):
             return case.decide({}), off
         try:
             return self._measured(case, keys[-1])

@@ -137,8 +137,8 @@ class JaxRoom:
         return _differentiable(plan, native, problem.bias is not None)
 
     def measurable(self, a: Any) -> str | None:
-        """Return None: measuring has a thread of its own."""
-        return None
+        """Return a reason for complex values: errors are measured in float64. Traces are none: see isolated."""
+        return "complex products are not measured" if a.dtype.kind == "c" else None
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Array:
         """Return random values from a key of its own."""

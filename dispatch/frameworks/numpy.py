@@ -26,8 +26,8 @@ class NumpyRoom:
     xp = np
 
     def is_array_type(self, kind: type) -> bool:
-        """Return whether it is ndarray or a subclass."""
-        return issubclass(kind, np.ndarray)
+        """Return whether it is ndarray, a subclass, or a scalar's type, which is what two vectors give."""
+        return issubclass(kind, np.ndarray | np.generic)
 
     def key(self, a: NDArray[Any], b: NDArray[Any], extra: Hashable = None) -> Hashable | None:
         """Return dtypes, shapes, strides and `extra`; None for a subclass, whose own product is its own business."""
@@ -46,8 +46,11 @@ class NumpyRoom:
         except TypeError:
             import ml_dtypes
 
+        try:
             found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-            return found
+        except AttributeError:
+            raise TypeError(f"NumPy has no dtype {name!r}") from None
+        return found
 
     def name_of_dtype(self, dtype: Any) -> str:
         """Return the name of a dtype or of anything that np.dtype takes."""
@@ -137,8 +140,8 @@ class NumpyRoom:
         return plan
 
     def measurable(self, a: NDArray[Any]) -> str | None:
-        """Return None: NumPy can always be measured."""
-        return None
+        """Return a reason for complex values: errors are measured in float64."""
+        return "complex products are not measured" if a.dtype.kind == "c" else None
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> NDArray[Any]:
         """Return random values on the CPU."""

@@ -93,8 +93,7 @@ def own_product(call: Request) -> Plan:
     if call.plain and call.bias is None and call.activation is None and call.out_dtype is None:
         return call.room.matmul
     problem = describe(call)
-    own = call.room.matmul if problem is None else native(problem)
-    return undressing(own)
+    return undressing(native(problem)) if problem is not None else lambda *operands: refused(call)
 
 
 def refused(call: Request) -> Any:

@@ -23,6 +23,7 @@ from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_strided = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch = torch._C._functorch.peek_interpreter_stack
@@ -44,15 +45,18 @@ class TorchRoom:
         """Return dtypes, shapes, strides, devices and the modes that matter, and `extra`.
 
         None, and so the native product, where something else interprets the call: torch.compile, functorch
-        transforms, forward-mode AD, a dispatch mode (fake tensors, tracing), a subclass or a sparse tensor.
+        transforms, forward-mode AD, a dispatch mode (fake tensors, tracing), a subclass or a tensor that is sparse or
+        laid out in another way of its own.
         """
         if _is_compiling() or _modes() or _functorch() is not None or forward_ad._current_level >= 0:
             return None
         if type(a) not in _PLAIN or type(b) not in _PLAIN:
             return None
+        if a.layout is not _strided or b.layout is not _strided:
+            return None
         try:
             layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
-        except RuntimeError:  # a sparse tensor has no strides
+        except RuntimeError:  # a nested tensor has no strides
             return None
         grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
         cast = (self.effective(a), self.effective(b)) if _any_autocast() else None
@@ -99,6 +103,8 @@ class TorchRoom:
 
     def operand(self, array: Tensor) -> Operand:
         """Return the operand's facts."""
+        if array.layout is not torch.strided:
+            return Operand(self.effective(array), tuple(array.shape[:-2]), "strided", 1)
         size = array.element_size()
         strides = [stride * size for stride in array.stride()]
         layout, alignment = layout_of(array.shape, strides, size, array.data_ptr())
@@ -111,7 +117,7 @@ class TorchRoom:
     def modes(self, a: Any, b: Any) -> tuple[str, ...]:
         """Return `captured` under CUDA graph capture and `differentiated` where a gradient is wanted."""
         grad = _grad_enabled() and any(getattr(x, "requires_grad", False) for x in (a, b))
-        return (("captured",) if self.measurable(a) else ()) + (("differentiated",) if grad else ())
+        return (("captured",) if _capturing(a) else ()) + (("differentiated",) if grad else ())
 
     def effective(self, array: Tensor) -> str:
         """Return autocast's dtype where it would cast this tensor, else its own."""
@@ -172,10 +178,12 @@ class TorchRoom:
         return plan
 
     def measurable(self, a: Any) -> str | None:
-        """Return a reason while the current stream is captured."""
-        if getattr(a, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        """Return a reason while the current stream is captured, and for what has no values or no real ones."""
+        if _capturing(a):
             return "a CUDA graph is being captured"
-        return None
+        if a.is_meta:
+            return "a meta tensor has no values"
+        return None if _real(a.dtype) else f"{a.dtype} products are not measured"
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Tensor:
         """Return random values from a generator of its own."""
@@ -251,6 +259,16 @@ def _dtype_name(dtype: torch.dtype) -> str:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} is not a torch dtype")
     return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _real(dtype: torch.dtype) -> bool:
+    """Return whether float64 holds what the dtype means: not for a complex or a quantized one."""
+    return not dtype.is_complex and "q" not in _dtype_name(dtype)
+
+
+def _capturing(array: Any) -> bool:
+    return bool(getattr(array, "is_cuda", False)) and torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -79,7 +79,7 @@ def measure(
         again, rounding, _ = _errors(_Baseline(room, problem, other), entrants, other, policy, table)
         errors = {candidate: _worse(errors[candidate], error) for candidate, error in again.items()}
     able = [entrant for entrant in entrants if not table.out(entrant.candidate)]
-    if not {e.candidate for e in able} <= set(table.timings):
+    if not {BASELINE, *(e.candidate for e in able)} <= set(table.timings):
         gates = {e.candidate: _gate(problem, e.candidate, errors, rounding, policy) for e in able}
         table.timings = _timed(base, able, operands, gates, policy, table)
     for candidate in (BASELINE, *(e.candidate for e in able)):

@@ -36,7 +36,8 @@ class JaxRoom:
         return issubclass(kind, jax.Array | Tracer)
 
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
-        """Return avals, devices and `extra`; None for an array spread over several devices."""
+        """Return avals, devices and `extra`; None for an array spread over several devices, and for a weakly typed one,
+        whose product has a dtype that depends on more than dtypes."""
         try:
             where = None if isinstance(a, Tracer) else a.sharding
             there = None if isinstance(b, Tracer) else b.sharding
@@ -45,7 +46,10 @@ class JaxRoom:
         for sharding in (where, there):
             if type(sharding) is not _SINGLE and sharding is not None and sharding.num_devices > 1:
                 return None
-        return a.aval, b.aval, where, there, extra
+        own, other = a.aval, b.aval
+        if own.weak_type or other.weak_type:
+            return None
+        return own, other, where, there, extra
 
     def dtype_name(self, array: Array) -> str:
         """Return the dtype's name."""

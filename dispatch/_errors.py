@@ -7,8 +7,8 @@ class MixedArraysError(TypeError, RuntimeError):
     """Arrays of two frameworks or of two devices in one call. Also a RuntimeError, as torch's own is."""
 
 
-class UnsupportedDtypeError(TypeError, RuntimeError):
-    """A dtype that the framework's own product refuses too. Also a RuntimeError, as torch's own is."""
+class UnsupportedDtypeError(TypeError, NotImplementedError):
+    """A dtype that the framework's own product refuses too. Also a NotImplementedError, as torch's own is."""
 
 
 class NoBackendError(ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
     """Return activation(x): relu, gelu (by erf), gelu_tanh or silu."""
     if activation is None:
         return x
-    if activation in ("gelu", "gelu_tanh"):
-        return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if activation == "gelu":
+        y = functional.gelu(x)
+        return y if x.is_cuda else torch.where(x == math.inf, x, y)  # torch's erf for a CPU gives NaN there
+    if activation == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
     return functional.relu(x) if activation == "relu" else functional.silu(x)
 
 

@@ -97,16 +97,18 @@ def own_product(call: Request) -> Plan:
 
 
 def refused(call: Request) -> Any:
-    """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
+    """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error.
+
+    Raises TypeError where it gives a product after all, but something was asked for beside it.
+    """
+    names = " and ".join(sorted({call.room.dtype_name(array_of(x)) for x in (call.a, call.b)}))
     try:
-        return call.room.matmul(array_of(call.a), array_of(call.b))
-    except TypeError:
-        raise
-    except Exception as error:
-        names = {call.room.dtype_name(array_of(x)) for x in (call.a, call.b)}
-        if names & {"bool", "complex32"} and isinstance(error, RuntimeError):
-            raise UnsupportedDtypeError(f"{call.room.name} has no matmul for {' and '.join(sorted(names))}") from error
-        raise
+        product = call.room.matmul(array_of(call.a), array_of(call.b))
+    except NotImplementedError as error:
+        raise UnsupportedDtypeError(f"{call.room.name} has no matmul for {names}") from error
+    if call.bias is None and call.activation is None and call.out_dtype is None:
+        return product
+    raise TypeError(f"{call.room.name} multiplies {names} by a rule of its own, without bias, activation or out_dtype")
 
 
 def _room(a: Any, b: Any, bias: Any) -> Framework:

@@ -111,8 +111,8 @@ class TorchRoom:
         return Operand(self.effective(array), tuple(array.shape[:-2]), layout, alignment)
 
     def promote(self, a: str, b: str) -> str | None:
-        """Return the dtype if both are the same: torch multiplies nothing else."""
-        return a if a == b else None
+        """Return the dtype if both are the same: torch multiplies nothing else, and no booleans."""
+        return a if a == b != "bool" else None
 
     def modes(self, a: Any, b: Any) -> tuple[str, ...]:
         """Return `captured` under CUDA graph capture and `differentiated` where a gradient is wanted."""

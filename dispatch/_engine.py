@@ -205,13 +205,10 @@ class Engine:
         if call.plain and plan is own:
             return own  # the framework's own function, with nothing around it
 
-        def formed(*operands: Any) -> Any:
-            return plan(*forms(operands))
-
         def again(a: Any, b: Any) -> Any:
             return self._again(a, b, policy=options.policy, scope=options.scope)
 
-        serving = call.room.adapt(plan if call.plain else formed, problem, undressing(own), again)
+        serving = call.room.adapt(plan, problem, undressing(own), again, None if call.plain else forms)
         assert call.shapes is not None
         shape_a, shape_b = (tuple(array_of(x).shape) for x in (call.a, call.b))
         return reshaping(serving, shape_a, shape_b, call.shapes, call.room.xp)

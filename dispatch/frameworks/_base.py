@@ -15,6 +15,9 @@ from dispatch.frameworks._clock import Call
 Array = Any
 """An array of the room's framework."""
 
+Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+"""From a call's operands to those that a plan takes: a prepared operand gives its form."""
+
 
 class Stopwatch(Protocol):
     """Times calls on one device; see `Framework.stopwatch`."""
@@ -99,9 +102,10 @@ class Framework(Protocol):
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
         """Return activation(product + bias) computed in float32 (float64 for float64), rounded once to out_dtype."""
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan, forms: Forms | None = None) -> Plan:
         """Return `plan` for calls by this framework's rules: autograd, autocast, transforms, jit.
 
+        forms: gives the plan its operands where some are prepared, None where it takes them as they are.
         native: the baseline for the same operands, decoded where need be. again(a, b): a dispatched product, for a
         backward pass.
         """

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
@@ -136,8 +137,10 @@ class JaxRoom:
         value = value if bias is None else value + bias.astype(wide)
         return _activate(value, problem.activation).astype(problem.out_dtype)
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan, forms: Forms | None = None) -> Plan:
         """Return `plan` compiled once, with the native product's derivatives."""
+        if forms is not None:
+            return _differentiable_with_forms(plan, native, forms)
         return _differentiable(plan, native, problem.bias is not None)
 
     def measurable(self, a: Any) -> str | None:
@@ -273,6 +276,25 @@ def _differentiable(plan: Plan, native: Plan, biased: bool) -> Plan:
 
     def product(a: Any, b: Any, bias: Any = None) -> Any:
         return compiled(a, b, bias) if biased else compiled(a, b)
+
+    return product
+
+
+def _differentiable_with_forms(plan: Plan, native: Plan, forms: Forms) -> Plan:
+    """Return the same for operands that may be prepared: the plan takes their forms, the tangents are the arrays'."""
+
+    def run(arrays: tuple[Any, ...], formed: tuple[Any, ...]) -> Any:
+        return plan(*formed)
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        return run_jvp(*primals), jax.jvp(native, primals[0], tangents[0])[1]
+
+    run_jvp = jax.custom_jvp(run)
+    run_jvp.defjvp(rule)
+    compiled = jax.jit(run_jvp)
+
+    def product(*operands: Any) -> Any:
+        return compiled(tuple(getattr(x, "array", x) for x in operands), forms(operands))
 
     return product
 

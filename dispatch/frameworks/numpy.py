@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._epilogue import activate
 from dispatch.frameworks._layout import layout_of
+from dispatch.frameworks.operands import forming
 
 
 class NumpyRoom:
@@ -135,9 +137,9 @@ class NumpyRoom:
             value = value if bias is None else value + np.asarray(bias).astype(wide)
             return activate(value, problem.activation).astype(out, copy=False)
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan, forms: Forms | None = None) -> Plan:
         """Return the plan: NumPy adds nothing to a call."""
-        return plan
+        return forming(plan, forms)
 
     def measurable(self, a: NDArray[Any]) -> str | None:
         """Return a reason for complex values: errors are measured in float64."""

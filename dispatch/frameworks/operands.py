@@ -9,6 +9,7 @@ from typing import Any
 from dispatch._backend import Backend, Plan
 from dispatch._problem import FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import Framework, framework
+from dispatch.frameworks._base import Forms
 from dispatch.quantization import PreparedOperand, ScaledArray
 
 CONTRACTION = {"a": -1, "b": -2}
@@ -72,6 +73,11 @@ def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
         return operand.array
     recipe, axis = getattr(problem.recipe, side), CONTRACTION[side]
     return operand.form((backend.name, recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))
+
+
+def forming(plan: Plan, forms: Forms | None) -> Plan:
+    """Return `plan` after `forms`, which gives it operands as it takes them; None: it takes the caller's."""
+    return plan if forms is None else lambda *operands: plan(*forms(operands))
 
 
 def undressing(own: Plan) -> Plan:

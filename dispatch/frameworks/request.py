@@ -51,7 +51,7 @@ def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -
         raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
     a, b = _facing("a", a, -1), _facing("b", b, -2)
     shape_a, shape_b = tuple(array_of(a).shape), tuple(array_of(b).shape)
-    fold = not isinstance(a, ScaledArray)
+    fold = not isinstance(a, ScaledArray | PreparedOperand)
     shapes = Shapes.of(shape_a, shape_b, fold)
     if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it has to broadcast to the result's, {shapes.out}")
@@ -101,9 +101,10 @@ def refused(call: Request) -> Any:
 
     Raises TypeError where it gives a product after all, but something was asked for beside it.
     """
-    names = " and ".join(sorted({call.room.dtype_name(array_of(x)) for x in (call.a, call.b)}))
+    a, b = (x.dequantize() if isinstance(x, ScaledArray) else array_of(x) for x in (call.a, call.b))
+    names = " and ".join(sorted({call.room.dtype_name(x) for x in (a, b)}))
     try:
-        product = call.room.matmul(array_of(call.a), array_of(call.b))
+        product = call.room.matmul(a, b)
     except NotImplementedError as error:
         raise UnsupportedDtypeError(f"{call.room.name} has no matmul for {names}") from error
     if call.bias is None and call.activation is None and call.out_dtype is None:
@@ -135,7 +136,12 @@ def _kind(room: Framework, array: Any) -> str:
 
 
 def _facing(side: str, operand: Any, axis: int) -> Any:
-    """Return a ScaledArray whose groups run along this side's contraction axis, or raise ValueError."""
+    """Return a ScaledArray whose groups run along this side's contraction axis, or raise ValueError.
+
+    A vector comes back as its array: there is nothing to gain by its scales or its forms.
+    """
+    if isinstance(operand, ScaledArray | PreparedOperand) and operand.ndim == 1:
+        return operand.dequantize() if isinstance(operand, ScaledArray) else operand.array
     if not isinstance(operand, ScaledArray) or operand.axis == axis:
         return operand
     height, width = operand.recipe.block(*operand.shape[-2:])

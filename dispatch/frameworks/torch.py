@@ -16,11 +16,13 @@ from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
+from dispatch.frameworks._base import Forms
 from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
+from dispatch.frameworks.operands import forming
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided
@@ -168,8 +170,9 @@ class TorchRoom:
             value = value if bias is None else value + bias.to(wide)
             return autograd.activate(value, problem.activation).to(out)
 
-    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, problem: Problem, native: Plan, again: Plan, forms: Forms | None = None) -> Plan:
         """Return `plan` under autograd and autocast."""
+        plan = forming(plan, forms)
         device = problem.device.partition(":")[0]
         if _any_autocast() and torch.is_autocast_enabled(device):
             plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))

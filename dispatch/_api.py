@@ -9,10 +9,11 @@ from typing import Any
 
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
+from dispatch.frameworks._tracing import policy_context
 from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, describe, own_product, refused, request
 from dispatch.measuring.session import is_out_of_memory
-from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
+from dispatch.policies.policy import Policy, _in_force, _policy_contexts, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
 from dispatch.remembering import DecisionStore, KnownCalls, from_plain
@@ -24,6 +25,7 @@ _served: dict[Hashable, str] = {}
 """The backend of every known call that a plugin serves."""
 _keys: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
 _active = _in_force.get
+_policy_contexts.append(policy_context)
 _engine: Engine | None = None
 
 

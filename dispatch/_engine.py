@@ -181,7 +181,7 @@ class Engine:
         """Return whether a candidate has to be measured: all but those that are the framework's own product."""
         try:
             return candidate.scaled or not case.twin(self._plan(case.problem, candidate)[0])
-        except Exception:  # found again, and recorded, when it is measured
+        except (Exception, SystemExit, GeneratorExit):  # found again, and recorded, when it is measured
             return True
 
     def _plan(self, problem: Problem, candidate: Candidate) -> tuple[Plan, Callable[[Operands], Operands]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dispatch._backend import Plan
 from dispatch._errors import MixedArraysError, UnsupportedDtypeError
-from dispatch._problem import ACTIVATIONS, Operand, Problem
+from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
 from dispatch.frameworks.operands import array_of, decoded_dtype, native, undressing
 from dispatch.frameworks.shapes import Shapes
@@ -90,7 +90,8 @@ def describe(call: Request) -> Problem | None:
 
 def own_product(call: Request) -> Plan:
     """Return the framework's own product for a call's operands as they are."""
-    if call.plain and call.bias is None and call.activation is None and call.out_dtype is None:
+    raw = any(call.room.dtype_name(array_of(x)) in FP8_DTYPES for x in (call.a, call.b))
+    if call.plain and not raw and call.bias is None and call.activation is None and call.out_dtype is None:
         return call.room.matmul
     problem = describe(call)
     return undressing(native(problem)) if problem is not None else lambda *operands: refused(call)

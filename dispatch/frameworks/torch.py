@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -105,11 +106,12 @@ class TorchRoom:
 
     def operand(self, array: Tensor) -> Operand:
         """Return the operand's facts."""
-        if array.layout is not torch.strided:
-            return Operand(self.effective(array), tuple(array.shape[:-2]), "strided", 1)
         size = array.element_size()
-        strides = [stride * size for stride in array.stride()]
-        layout, alignment = layout_of(array.shape, strides, size, array.data_ptr())
+        try:
+            strides = [stride * size for stride in array.stride()]
+            layout, alignment = layout_of(array.shape, strides, size, array.data_ptr())
+        except RuntimeError:  # sparse, or wrapped by a transform: no strides or no address
+            layout, alignment = "strided", 1
         return Operand(self.effective(array), tuple(array.shape[:-2]), layout, alignment)
 
     def promote(self, a: str, b: str) -> str | None:
@@ -164,7 +166,7 @@ class TorchRoom:
         out = self.dtype(problem.out_dtype)
         if bias is None and problem.activation is None:
             return product.to(out)
-        with torch.autocast(product.device.type, enabled=False):
+        with _no_autocast(product.device.type):
             wide = torch.float64 if product.dtype is torch.float64 else torch.float32
             value = product.to(wide)
             value = value if bias is None else value + bias.to(wide)
@@ -270,6 +272,11 @@ def _real(dtype: torch.dtype) -> bool:
     return not dtype.is_complex and "q" not in _dtype_name(dtype)
 
 
+def _no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast; a device that has none is not asked for it."""
+    return torch.autocast(device, enabled=False) if _any_autocast() else nullcontext()
+
+
 def _capturing(array: Any) -> bool:
     return bool(getattr(array, "is_cuda", False)) and torch.cuda.is_current_stream_capturing()
 
@@ -291,7 +298,7 @@ def _native(room: TorchRoom, problem: Problem) -> Plan:
         elif a.is_cuda and a.dim() == b.dim() == 2 and wider is torch.float32 and a.element_size() == 2:
             product = _mm_to_float32(a, b)
         else:
-            with torch.autocast(a.device.type, enabled=False):
+            with _no_autocast(a.device.type):
                 product = torch.matmul(a.to(own).to(wider), b.to(own).to(wider))
         return room.epilogue(product, problem, bias)
 

@@ -18,10 +18,12 @@ def report() -> dict[str, Any]:
     found = {x.name: x for x in dispatch.backends()}
     broken = [f"backend {x.name}: {x.unavailable}" for x in found.values() if x.status == "failed"]
     state = stats["store"]["state"]
+    machine = dispatch.machine()
+    broken += [f"framework {name}: {reason}" for name, reason in machine["broken"].items()]
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        **dispatch.machine(),
+        **machine,
         "store": stats["store"],
         "policy": {"name": policy.name, "fingerprint": policy.fingerprint},
         "backends": {name: x.unavailable or "available" for name, x in found.items()},

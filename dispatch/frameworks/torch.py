@@ -109,7 +109,8 @@ class TorchRoom:
         size = array.element_size()
         try:
             strides = [stride * size for stride in array.stride()]
-            layout, alignment = layout_of(array.shape, strides, size, array.data_ptr())
+            address = array.data_ptr() if type(array) in _PLAIN else 1  # a fake tensor warns of the question
+            layout, alignment = layout_of(array.shape, strides, size, address)
         except RuntimeError:  # sparse, or wrapped by a transform: no strides or no address
             layout, alignment = "strided", 1
         return Operand(self.effective(array), tuple(array.shape[:-2]), layout, alignment)

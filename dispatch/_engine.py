@@ -128,7 +128,7 @@ class Engine:
                 "measure it first with [tuning] mode = 'measure' on a machine like this one"
             )
         off = case.policy.tuning.mode == "off"
-        if off or case.call.room.measurable(array_of(case.call.a)) or not self._enter(keys[-1]):
+        if off or case.call.unmeasurable or not self._enter(keys[-1]):
             return case.decide({}), off
         try:
             known = self._known(keys[-1], case)  # another thread may have measured it meanwhile

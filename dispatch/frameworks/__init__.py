@@ -34,9 +34,18 @@ def installed() -> tuple[str, ...]:
 
 
 def machine() -> dict[str, Any]:
-    """Return this machine: `archs` by installed framework, imported for it, and the NVIDIA `driver` or None."""
-    archs = {name: [str(arch) for arch in framework(name).archs()] for name in installed()}
-    return {"archs": archs, "driver": nvidia_driver()}
+    """Return this machine: `archs` by installed framework, imported for it, and the NVIDIA `driver` or None.
+
+    `broken`: what an installed framework raised instead, by its name.
+    """
+    archs: dict[str, list[str]] = {}
+    broken: dict[str, str] = {}
+    for name in installed():
+        try:
+            archs[name] = [str(arch) for arch in framework(name).archs()]
+        except Exception as error:  # an import may raise anything
+            broken[name] = f"{type(error).__name__}: {error}"
+    return {"archs": archs, "broken": broken, "driver": nvidia_driver()}
 
 
 def framework_of(array: Any) -> Framework | None:

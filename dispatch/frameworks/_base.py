@@ -16,6 +16,9 @@ Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 Array = Any
 """An array of the room's framework."""
 
+Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+"""From a call's operands to those that a plan takes: a prepared operand gives its form."""
+
 
 class Stopwatch(Protocol):
     """Times calls on one device; see `Framework.stopwatch`."""

@@ -47,7 +47,10 @@ class JaxRoom:
         for sharding in (where, there):
             if type(sharding) is not _SINGLE and sharding is not None and sharding.num_devices > 1:
                 return None
-        return a.aval, b.aval, where, there, extra
+        own, other = a.aval, b.aval
+        if own.weak_type or other.weak_type:
+            return None
+        return own, other, where, there, extra
 
     def dtype_name(self, array: Array) -> str:
         """Return the dtype's name."""
@@ -139,8 +142,8 @@ class JaxRoom:
         return _differentiable(plan, forms, native)
 
     def measurable(self, a: Any) -> str | None:
-        """Return None: measuring has a thread of its own."""
-        return None
+        """Return a reason for complex values: errors are measured in float64. Traces are none: see isolated."""
+        return "complex products are not measured" if a.dtype.kind == "c" else None
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Array:
         """Return random values from a key of its own."""

@@ -18,6 +18,7 @@ from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._epilogue import activate
 from dispatch.frameworks._layout import layout_of
+from dispatch.frameworks.operands import forming
 
 
 class NumpyRoom:
@@ -27,8 +28,8 @@ class NumpyRoom:
     xp = np
 
     def is_array_type(self, kind: type) -> bool:
-        """Return whether it is ndarray or a subclass."""
-        return issubclass(kind, np.ndarray)
+        """Return whether it is ndarray, a subclass, or a scalar's type, which is what two vectors give."""
+        return issubclass(kind, np.ndarray | np.generic)
 
     def key(self, a: NDArray[Any], b: NDArray[Any], extra: Hashable = None) -> Hashable | None:
         """Return dtypes, shapes, strides and `extra`; None for a subclass, whose own product is its own business."""
@@ -144,8 +145,8 @@ class NumpyRoom:
         return formed(plan, forms)
 
     def measurable(self, a: NDArray[Any]) -> str | None:
-        """Return None: NumPy can always be measured."""
-        return None
+        """Return a reason for complex values: errors are measured in float64."""
+        return "complex products are not measured" if a.dtype.kind == "c" else None
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> NDArray[Any]:
         """Return random values on the CPU."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from dispatch._backend import Plan
 from dispatch._errors import MixedArraysError, UnsupportedDtypeError
-from dispatch._problem import ACTIVATIONS, Operand, Problem
+from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
 from dispatch.frameworks.operands import array_of, decoded_dtype, native, undressed, undressing
 from dispatch.frameworks.shapes import Shapes
@@ -35,6 +35,11 @@ class Request:
     def plain(self) -> bool:
         """Whether both operands are arrays of the framework."""
         return not any(isinstance(x, ScaledArray | PreparedOperand) for x in (self.a, self.b))
+
+    @property
+    def unmeasurable(self) -> str | None:
+        """Why nothing may be measured for these operands now, or None."""
+        return self.room.measurable(array_of(self.a)) or self.room.measurable(array_of(self.b))
 
 
 def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -> Request:
@@ -86,11 +91,11 @@ def describe(call: Request) -> Problem | None:
 
 def own_product(call: Request) -> Plan:
     """Return the framework's own product for a call's operands as they are."""
-    if call.plain and call.bias is None and call.activation is None and call.out_dtype is None:
+    raw = any(call.room.dtype_name(array_of(x)) in FP8_DTYPES for x in (call.a, call.b))
+    if call.plain and not raw and call.bias is None and call.activation is None and call.out_dtype is None:
         return call.room.matmul
     problem = describe(call)
-    own = call.room.matmul if problem is None else native(problem)
-    return undressing(own)
+    return undressing(native(problem)) if problem is not None else lambda *operands: refused(call)
 
 
 def check_alive(call: Request, backend: str, error: BaseException) -> None:
@@ -105,7 +110,12 @@ def check_alive(call: Request, backend: str, error: BaseException) -> None:
 
 
 def refused(call: Request) -> Any:
-    """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error."""
+    """Return what the framework makes of arrays that it cannot multiply by the array API's rules: its own error.
+
+    Raises TypeError where it gives a product after all, but something was asked for beside it.
+    """
+    a, b = (x.dequantize() if isinstance(x, ScaledArray) else array_of(x) for x in (call.a, call.b))
+    names = " and ".join(sorted({call.room.dtype_name(x) for x in (a, b)}))
     try:
         return call.room.matmul(*undressed(call.room, call.a, call.b))
     except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
+from dispatch.frameworks.operands import forming
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided
@@ -102,8 +104,12 @@ class TorchRoom:
         if array.layout is not torch.strided or _virtual(array):
             return Operand(self.effective(array), tuple(array.shape[:-2]), "strided", 1)
         size = array.element_size()
-        strides = [stride * size for stride in array.stride()]
-        layout, alignment = layout_of(array.shape, strides, size, array.data_ptr())
+        try:
+            strides = [stride * size for stride in array.stride()]
+            address = array.data_ptr() if type(array) in _PLAIN else 1  # a fake tensor warns of the question
+            layout, alignment = layout_of(array.shape, strides, size, address)
+        except RuntimeError:  # sparse, or wrapped by a transform: no strides or no address
+            layout, alignment = "strided", 1
         return Operand(self.effective(array), tuple(array.shape[:-2]), layout, alignment)
 
     def promote(self, a: str, b: str) -> str | None:
@@ -245,6 +251,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} is not a torch dtype")
     return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _real(dtype: torch.dtype) -> bool:
+    """Return whether float64 holds what the dtype means: not for a complex or a quantized one."""
+    return not dtype.is_complex and "q" not in _dtype_name(dtype)
+
+
+def _no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast; a device that has none is not asked for it."""
+    return torch.autocast(device, enabled=False) if _any_autocast() else nullcontext()
+
+
+def _capturing(array: Any) -> bool:
+    return bool(getattr(array, "is_cuda", False)) and torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -18,10 +18,12 @@ def report() -> dict[str, Any]:
     listed = dispatch.backends()
     broken = [f"plugin {x.name} of {x.distribution}: {x.unavailable}" for x in listed if x.status == "failed"]
     state = stats["store"]["state"]
+    machine = dispatch.machine()
+    broken += [f"framework {name}: {reason}" for name, reason in machine["broken"].items()]
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        **dispatch.machine(),
+        **machine,
         "store": stats["store"],
         "policy": {"name": policy.name, "fingerprint": policy.fingerprint},
         "backends": {x.name: x.unavailable or "available" for x in listed if x.status != "failed"},

@@ -13,7 +13,7 @@ from dispatch.frameworks.compiled import traced
 from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, check_alive, describe, own_product, refused, request
 from dispatch.measuring.session import is_out_of_memory
-from dispatch.policies.policy import Policy, _in_force, _policy_contexts, current_policy, load_policy
+from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
 from dispatch.remembering import DecisionStore, KnownCalls
@@ -24,7 +24,6 @@ _young = _table.young
 _served = _table.served
 _keys: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
 _active = _in_force.get
-_policy_contexts.append(policy_context)
 _engine: Engine | None = None
 
 

@@ -12,7 +12,6 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._clock import Call
 
-Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 Array = Any
 """An array of the room's framework."""
 

@@ -18,7 +18,6 @@ from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._epilogue import activate
 from dispatch.frameworks._layout import layout_of
-from dispatch.frameworks.operands import forming
 
 
 class NumpyRoom:

@@ -114,11 +114,6 @@ def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
     return operand.form((backend.name, recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))
 
 
-def forming(plan: Plan, forms: Forms | None) -> Plan:
-    """Return `plan` after `forms`, which gives it operands as it takes them; None: it takes the caller's."""
-    return plan if forms is None else lambda *operands: plan(*forms(operands))
-
-
 def undressing(own: Plan) -> Plan:
     """Return the own product for operands that may be prepared."""
 

@@ -114,10 +114,8 @@ def refused(call: Request) -> Any:
 
     Raises TypeError where it gives a product after all, but something was asked for beside it.
     """
-    a, b = (x.dequantize() if isinstance(x, ScaledArray) else array_of(x) for x in (call.a, call.b))
-    names = " and ".join(sorted({call.room.dtype_name(x) for x in (a, b)}))
     try:
-        return call.room.matmul(*undressed(call.room, call.a, call.b))
+        product = call.room.matmul(*undressed(call.room, call.a, call.b))
     except TypeError:
         raise
     except Exception as error:
@@ -125,6 +123,9 @@ def refused(call: Request) -> Any:
         if names & {"bool", "complex32"} and isinstance(error, RuntimeError):
             raise UnsupportedDtypeError(f"{call.room.name} has no matmul for {' and '.join(sorted(names))}") from error
         raise
+    if call.bias is not None or call.activation is not None or call.out_dtype is not None:
+        raise TypeError(f"{call.room.name} multiplies these by a rule of its own: no bias, activation or out_dtype")
+    return product
 
 
 def _room(a: Any, b: Any, bias: Any) -> Framework:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,6 @@ from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
-from dispatch.frameworks.operands import forming
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided
@@ -251,21 +249,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} is not a torch dtype")
     return str(dtype).removeprefix("torch.")
-
-
-@cache
-def _real(dtype: torch.dtype) -> bool:
-    """Return whether float64 holds what the dtype means: not for a complex or a quantized one."""
-    return not dtype.is_complex and "q" not in _dtype_name(dtype)
-
-
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast; a device that has none is not asked for it."""
-    return torch.autocast(device, enabled=False) if _any_autocast() else nullcontext()
-
-
-def _capturing(array: Any) -> bool:
-    return bool(getattr(array, "is_cuda", False)) and torch.cuda.is_current_stream_capturing()
 
 
 @cache

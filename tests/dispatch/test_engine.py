@@ -52,7 +52,7 @@ def engine(tmp_path, monkeypatch):
     dispatch.forget()
     yield made
     dispatch.forget()
-    made.store.close()
+    made.decisions.store.close()
 
 
 def arrays(m=8, k=16, n=4, seed=0, dtype=np.float32):

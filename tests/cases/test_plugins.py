@@ -197,7 +197,7 @@ def test_a_plugin_whose_hook_fails_halfway_is_recorded():
         def dispatch_backends(self):
             return [object()]
 
-    for plugin, word in ((Broken(), "halfway"), (Nothing(), "no dispatch.Backend")):
+    for plugin, word in ((Broken(), "halfway"), (Nothing(), "Backend")):
         point = Point("bad", "dist")
         point.load = lambda plugin=plugin: plugin
         with pytest.warns(PluginWarning, match=word):

@@ -170,11 +170,11 @@ class TorchRoom:
         return plan
 
     def measurable(self, a: Any) -> str | None:
-        """Return a reason while the current stream is captured, for a tensor without values and for complex ones."""
+        """Return a reason during graph capture, and for a tensor without values, a complex or a quantized one."""
         if _captured(a):
             return "a CUDA graph is being captured"
-        if isinstance(a, Tensor) and a.is_complex():
-            return "complex products are not measured"
+        if isinstance(a, Tensor) and (a.is_complex() or a.is_quantized):
+            return f"{self.dtype_name(a)} products are not measured"
         return "a meta tensor has no values" if getattr(a, "is_meta", False) else None
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Tensor:

@@ -104,6 +104,15 @@ def test_dtypes_that_nobody_multiplies_raise_the_frameworks_error(kit, route):
             route.matmul(x, y)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize.*:DeprecationWarning", "ignore:.*quantize.*:UserWarning")
+def test_quantized_torch_tensors_raise_torchs_error(route):
+    """torch has no product for its quantized dtypes, whatever a plugin believes."""
+    torch = pytest.importorskip("torch")
+    q = torch.quantize_per_tensor(torch.ones(2, 2), 1.0, 0, torch.qint8)
+    with pytest.raises(NotImplementedError):
+        route.matmul(q, q)
+
+
 def test_numpy_objects_and_long_doubles_multiply(route):
     """What np.matmul can do with its rarer dtypes, it does here."""
     for x in (np.array([[1, 2], [3, 4]], object), np.ones((2, 2), np.longdouble), np.ones((2, 2), np.clongdouble)):

@@ -12,10 +12,7 @@ Array = Any
 
 
 class Encoded(NamedTuple):
-    """One quantized operand, K-major, a (m, k) or b (n, k), and its scales, which broadcast to it.
-
-    cuBLAS takes FP8 K-major only. Transposed before it is quantized, b is written so in the same pass.
-    """
+    """One quantized operand, a (m, k) or b (k, n), and its scales, which broadcast to it."""
 
     matrix: Array
     scale: Array
@@ -27,20 +24,16 @@ Encoder = Callable[[Any], Encoded]
 def encoder(recipe: ScalingRecipe, axis: int, *, raw: bool = False, scaled: bool = False) -> Encoder:
     """Return what makes an Encoded of one operand: an array, a raw FP8 array (scale one) or a ScaledArray."""
     if scaled:
-        return lambda x: Encoded(_rows(x.data, axis), _rows(x.scale, axis))
+        return lambda x: Encoded(x.data, x.scale)
     if raw:
-        return partial(_encode_raw, axis)
+        return _encode_raw
     return partial(_encode_array, recipe, axis)
 
 
-def _rows(x: Array, axis: int) -> Array:
-    return x if axis == -1 else x.T
-
-
-def _encode_raw(axis: int, x: Array) -> Encoded:
+def _encode_raw(x: Array) -> Encoded:
     import jax.numpy as jnp
 
-    return Encoded(_rows(x, axis), jnp.ones((1, 1), jnp.float32))
+    return Encoded(x, jnp.ones((1, 1), jnp.float32))
 
 
 def _encode_array(recipe: ScalingRecipe, axis: int, x: Array) -> Encoded:
@@ -48,9 +41,9 @@ def _encode_array(recipe: ScalingRecipe, axis: int, x: Array) -> Encoded:
     import jax.numpy as jnp
 
     largest = float(jnp.finfo(recipe.storage_dtype).max)
-    wide = _rows(x, axis).astype(jnp.float32)
+    wide = x.astype(jnp.float32)
     magnitude = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
-    amax = magnitude.max(axis=-1 if recipe.granularity == "row" else None, keepdims=True)
+    amax = magnitude.max(axis=axis if recipe.granularity == "row" else None, keepdims=True)
     scale = jnp.clip(amax / largest, 2.0**-126, float(jnp.finfo(jnp.float32).max))
     values = jnp.clip(wide * (1 / scale), -largest, largest)
     infinite = jnp.nan if recipe.dtype == "e4m3" else wide  # e4m3 has no Inf
@@ -73,14 +66,14 @@ def plan(problem: Problem) -> Plan:
     encode_a = _operand_encoder(problem.a, problem.recipe.a, -1)
     encode_b = _operand_encoder(problem.b, problem.recipe.b, -2)
     precision = jax.lax.Precision.DEFAULT if problem.accumulation == "fast" else jax.lax.Precision.HIGHEST
-    contract = (((1,), (1,)), ((), ()))
+    contract = (((1,), (0,)), ((), ()))
 
     def product(a: Any, b: Any, bias: Array | None = None) -> Array:
         left, right = encode_a(a), encode_b(b)
         accumulated = jax.lax.dot_general(
             left.matrix, right.matrix, contract, precision=precision, preferred_element_type=jnp.float32
         )
-        return room.epilogue(accumulated * left.scale * right.scale.T, problem, bias)
+        return room.epilogue(accumulated * left.scale * right.scale, problem, bias)
 
     compiled: Plan = jax.jit(product)
     return compiled

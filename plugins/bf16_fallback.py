@@ -8,19 +8,21 @@ from typing import Any
 from dispatch import FP8_DTYPES, Capability, Plan, Problem, Rejection, ScalingRecipe, hookimpl, native
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", *FP8_DTYPES)
-SIGNED = ("int8", "int16", "int32", "int64", "uint8", "complex64", "complex128")
+COMPLEX = ("complex64", "complex128")
+SIGNED = ("int8", "int16", "int32", "int64", "uint8")  # which torch multiplies on a CPU only
 UNSIGNED = ("uint16", "uint32", "uint64", "bool")  # which torch does not multiply
 
 
-def _exact(frameworks: tuple[str, ...], dtype: str) -> Capability:
+def _exact(frameworks: tuple[str, ...], dtype: str, archs: tuple[str, ...] = ("*",)) -> Capability:
     """Return the capability for a dtype whose products stay in it, without an epilogue."""
-    return Capability(frameworks, ("*",), (dtype,), (dtype,), bias=False, activations=())
+    return Capability(frameworks, archs, (dtype,), (dtype,), bias=False, activations=())
 
 
 CAPABILITIES = (
     Capability(("numpy", "torch", "jax"), ("*",), FLOATS, FLOATS),
-    *(_exact(("numpy", "torch", "jax"), dtype) for dtype in SIGNED),
-    *(_exact(("numpy", "jax"), dtype) for dtype in UNSIGNED),
+    *(_exact(("numpy", "torch", "jax"), dtype) for dtype in COMPLEX),
+    *(_exact(("numpy", "jax"), dtype) for dtype in (*SIGNED, *UNSIGNED)),
+    *(_exact(("torch",), dtype, ("cpu-*",)) for dtype in SIGNED),
 )
 
 

@@ -37,6 +37,7 @@ def row(table: str, decision: dispatch.Decision, **more: Any) -> dict[str, Any]:
         "speedup": decision.speedup,
         "baseline_us": None if decision.baseline is None else decision.baseline.latency_us,
         "error": None if chosen is None or chosen.error is None else _error(chosen.error),
+        "peers": _peers(decision),
         "candidates": {str(v.candidate): _candidate(v) for v in decision.candidates if v.measurement},
         "policy": decision.policy,
         **stamp(),
@@ -91,6 +92,13 @@ def cpu_name() -> str:
     import os
 
     return f"{model or platform.processor()} ({dispatch.machine()['archs']['numpy'][0]}, {os.cpu_count()} cores)"
+
+
+def _peers(decision: dispatch.Decision) -> dict[str, float | None]:
+    """Return the framework's own matmul, the peer that every decision is measured against."""
+    name = decision.problem.framework
+    version = _version(name)
+    return {f"{name}.matmul@{version}": None if decision.baseline is None else decision.baseline.latency_us}
 
 
 def _error(error: dispatch.Error) -> dict[str, float]:

@@ -141,7 +141,7 @@ class Engine:
         table = case.call.room.isolated(lambda: self._table(case, self._timings.get(key, {})))
         failed: Rejections = {}
         for candidate, reason in table.faults.items():
-            self._quarantine(candidate.backend, reason)
+            self._quarantine(candidate.backend, f"{reason} ({candidate}, {case.problem})")
             failed[candidate] = broken(reason)
         for candidate, reason in table.out_of_memory.items():
             failed[candidate] = [Rejection("memory", f"exhausted while measuring ({reason})", "enough for it")]

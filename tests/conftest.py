@@ -36,6 +36,19 @@ def cache_folder() -> Iterator[str]:
     _cache.cleanup()
 
 
+@pytest.fixture(autouse=True)
+def no_backend_fails_on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a gpu test after which a built-in backend is quarantined: the tests after it would see it no more."""
+    yield
+    api = sys.modules.get("dispatch._api")
+    if request.node.get_closest_marker("gpu") and api is not None:
+        gone = {name: why for name, why in api.engine().quarantine.items() if name in ("cublas", "cpu_blas")}
+        for name in gone:
+            del api.engine().quarantine[name]
+        api.forget()
+        assert not gone, gone
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `slow` unless -m names it, and `gpu` without a GPU; fail if -m asks for a GPU that is not there."""
     expression = config.option.markexpr

@@ -14,7 +14,7 @@ from dispatch import FP8_DTYPES, Backend, Capability, Operand, Problem, RecipePa
 
 SIZES = ((1, 1, 1), (16, 16, 16), (17, 33, 65), (128, 64, 256), (5, 300, 1000))
 BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((3,), (3,)), ((2, 1), (3,)))
-TF32 = 1e-3
+TF32 = 1e-3  # JAX's default precision for float32 on a GPU
 TOLERANCE = {  # relative L2 of one rounding, with room for what is summed; other dtypes are exact
     **{"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "complex64": 1e-5, "complex128": 1e-12},
     **{name: 0.06 if "e4m3" in name else 0.12 for name in FP8_DTYPES},
@@ -82,9 +82,9 @@ def _wide(room: Any, problem: Problem, a: Any, b: Any, bias: Any) -> Any:
 def _limit(problem: Problem) -> float:
     if problem.recipe is not None:
         return 0.1 if "e5m2" in str(problem.recipe) else 0.06
-    if problem.framework == "jax" and problem.arch.startswith("sm") and problem.a.dtype == "float32":
-        return TF32  # JAX's default precision on a GPU
-    return max(TOLERANCE.get(problem.out_dtype, 0.0), TOLERANCE.get(problem.a.dtype, 0.0))
+    tf32 = problem.framework == "jax" and problem.arch.startswith("sm") and problem.a.dtype == "float32"
+    own = TF32 if tf32 else TOLERANCE.get(problem.a.dtype, 0.0)
+    return max(TOLERANCE.get(problem.out_dtype, 0.0), own)
 
 
 def _drawn(backend: Backend, capability: Capability) -> Iterator[Problem]:

@@ -5,14 +5,15 @@ import gc
 import threading
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from dispatch.frameworks import framework
 from dispatch.quantization import PreparedOperand, prepare, quantize
+
+jax = pytest.importorskip("jax", reason="compares all three frameworks")
+torch = pytest.importorskip("torch", reason="compares all three frameworks")
+jnp = jax.numpy
 
 
 class Counting:

@@ -5,18 +5,19 @@ import math
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch._recipe import GRANULARITIES, ScalingRecipe
 from dispatch.frameworks import NAMES, framework, framework_of
 from dispatch.quantization import quantize
+
+jax = pytest.importorskip("jax", reason="compares all three frameworks")
+torch = pytest.importorskip("torch", reason="compares all three frameworks")
+jnp = jax.numpy
 
 LIKE = {"numpy": np.zeros(1), "torch": torch.zeros(1), "jax": jnp.zeros(1)}
 RECIPES = [ScalingRecipe(*parts) for parts in itertools.product(("e4m3", "e5m2"), GRANULARITIES, ("float32", "e8m0"))]

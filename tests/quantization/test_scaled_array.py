@@ -3,18 +3,19 @@
 import dataclasses
 import pickle
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch._recipe import GRANULARITIES, ScalingRecipe
 from dispatch.frameworks import NAMES, framework, framework_of
 from dispatch.quantization import ScaledArray, quantize
+
+jax = pytest.importorskip("jax", reason="compares all three frameworks")
+torch = pytest.importorskip("torch", reason="compares all three frameworks")
+jnp = jax.numpy
 
 LIKE = {"numpy": np.zeros(1), "torch": torch.zeros(1), "jax": jnp.zeros(1)}
 ROW = ScalingRecipe.parse("e4m3:row")

@@ -9,15 +9,17 @@ from typing import Any
 
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
+from dispatch._errors import NoBackendError
 from dispatch.frameworks.compiled import traced
 from dispatch.frameworks.operands import array_of
-from dispatch.frameworks.request import Request, check_alive, describe, own_product, refused, request
+from dispatch.frameworks.request import Request, check_alive, describe, is_callers, own_product, refused, request
 from dispatch.measuring.session import is_out_of_memory
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
 from dispatch.remembering import DecisionStore, KnownCalls
 
+NOT_OURS = "a transform, a compiler, a subclass, several devices or a weak type has a say in the call"
 FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
 _table = KnownCalls()
 _young = _table.young
@@ -59,11 +61,12 @@ def matmul(
             if plan is not None:
                 try:
                     return plan(a, b)
-                except KeyboardInterrupt:
-                    raise
                 except BaseException as error:  # a plugin's code may raise anything
+                    call = request(a, b, None, None, None)
+                    if is_callers(call, plan, error):
+                        raise
                     if (served := _served.get(key)) is not None:
-                        _failed(request(a, b, None, None, None), served, error)
+                        _failed(call, served, error)
     return _call(request(a, b, bias, activation, out_dtype), _options(policy, backend, scope))
 
 
@@ -92,8 +95,7 @@ def explain(
         refused(call)
         raise TypeError(f"{call.room.name} multiplies these by a rule of its own: there is nothing to choose")
     if _key(call, options) is None:
-        rule = "the call belongs to a transform, a compiler or a subclass"
-        return replace(decide(problem, {}, {}, options.policy), reason=f"the framework's own product: {rule}")
+        return replace(decide(problem, {}, {}, options.policy), reason=f"the framework's own product: {NOT_OURS}")
     return engine().decision(call, problem, options)[0]
 
 
@@ -101,6 +103,8 @@ def _call(call: Request, options: Options) -> Any:
     """Serve a call that the table did not."""
     key = _key(call, options)
     if key is None:
+        if options.backend not in (None, *FRAMEWORKS_OWN):
+            raise NoBackendError(f"backend {options.backend!r} was asked for, but {NOT_OURS}: only the own product can")
         return own_product(call)(*call.operands)
     plan = _young.get(key) or _table.find(key)
     while True:
@@ -114,10 +118,8 @@ def _call(call: Request, options: Options) -> Any:
                 _remember(key, call, resolved)
         try:
             return plan(*call.operands)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # a plugin's code may raise anything
-            if backend in FRAMEWORKS_OWN:
+            if backend in FRAMEWORKS_OWN or is_callers(call, plan, error):
                 raise
             plan = None
             if backend is None:  # a known call: resolving says whose it is

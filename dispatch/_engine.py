@@ -138,7 +138,12 @@ class Engine:
 
     def _measured(self, case: _Case, key: str) -> tuple[Decision, bool]:
         self.counts["measured"] += 1
-        table = case.call.room.isolated(lambda: self._table(case, self._timings.get(key, {})))
+        try:
+            table = case.call.room.isolated(lambda: self._table(case, self._timings.get(key, {})))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return case.decide({}), False  # none left for the reference or the clock: the baseline serves
         failed: Rejections = {}
         for candidate, reason in table.faults.items():
             self._quarantine(candidate.backend, f"{reason} ({candidate}, {case.problem})")
@@ -152,7 +157,8 @@ class Engine:
             return decision, False
         complete = decision.settled and not table.out_of_memory and not table.postponed
         if complete:
-            self.decisions.keep(key, decision)
+            modes = tuple(mode for mode in case.problem.modes if mode == "traced")  # the others are the call's
+            self.decisions.keep(key, replace(decision, problem=replace(case.problem, modes=modes)))
         return decision, complete or not table.postponed
 
     def _table(self, case: _Case, timings: Timings) -> Table:

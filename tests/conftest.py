@@ -42,6 +42,20 @@ def cache_folder() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
+def policy_of_the_process() -> Iterator[None]:
+    """Forget, before and after each test, which policy DISPATCH_POLICY named for the process."""
+    _forget_policy()
+    yield
+    _forget_policy()
+
+
+def _forget_policy() -> None:
+    policies = sys.modules.get("dispatch.policies.policy")
+    if policies is not None:
+        policies._of_process.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def no_backend_fails_on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a gpu test after which a built-in backend is quarantined: the tests after it would see it no more."""
     yield

@@ -37,22 +37,32 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, bias, (given_a, given_b, _, activation, again) = inputs
-        ctx.save_for_backward(a, b, bias)
+        need_a, need_b = ctx.needs_input_grad[:2]
+        every = activation is not None  # the product is made anew
+        ctx.save_for_backward(a if need_b or every else None, b if need_a or every else None, bias if every else None)
+        ctx.like = tuple(None if x is None else (x.shape, x.dtype) for x in (a, b, bias))
         ctx.scaled = (None if a is not None else given_a, None if b is not None else given_b)
         ctx.activation, ctx.again = activation, again
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, bias = ctx.saved_tensors
-        a = ctx.scaled[0].dequantize() if a is None else a
-        b = ctx.scaled[1].dequantize() if b is None else b
+        need_a, need_b, need_bias, _ = ctx.needs_input_grad
+        a = ctx.scaled[0].dequantize() if ctx.scaled[0] is not None else a
+        b = ctx.scaled[1].dequantize() if ctx.scaled[1] is not None else b
         if ctx.activation is not None:
             grad = _through_activation(ctx, grad, a, b, bias)
-        need_a, need_b, need_bias, _ = ctx.needs_input_grad
-        grad_a = _unbroadcast(ctx.again(grad.to(b.dtype), b.mT), a) if need_a else None
-        grad_b = _unbroadcast(ctx.again(a.mT, grad.to(a.dtype)), b) if need_b else None
-        grad_bias = _unbroadcast(grad.to(_wide(grad)), bias) if need_bias else None
+        like_a, like_b, like_bias = ctx.like
+        grad_a = _unbroadcast(_product(ctx, grad, b.mT), like_a) if need_a else None
+        grad_b = _unbroadcast(_product(ctx, a.mT, grad), like_b) if need_b else None
+        grad_bias = _unbroadcast(grad.to(_wide(grad)), like_bias) if need_bias else None
         return grad_a, grad_b, grad_bias, None
+
+
+def _product(ctx: Any, a: Tensor, b: Tensor) -> Any:
+    """Return a dispatched product in the wider of two dtypes: a gradient in float32 may not fit into float16."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return ctx.again(a.to(dtype), b.to(dtype))
 
 
 def _through_activation(ctx: Any, grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,10 +81,11 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def _unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
-    """Return `grad` summed over the dimensions that `like` was broadcast along, in its dtype."""
-    extra = grad.dim() - like.dim()
-    dims = [i for i in range(grad.dim()) if i < extra or (like.shape[i - extra] == 1 and grad.shape[i] != 1)]
+def _unbroadcast(grad: Tensor, like: tuple[torch.Size, torch.dtype]) -> Tensor:
+    """Return `grad` summed over the dimensions that an operand of this shape was broadcast along, in its dtype."""
+    shape, dtype = like
+    extra = grad.dim() - len(shape)
+    dims = [i for i in range(grad.dim()) if i < extra or (shape[i - extra] == 1 and grad.shape[i] != 1)]
     if dims:
         grad = grad.to(_wide(grad)).sum(dims, keepdim=True)
-    return grad.reshape(like.shape).to(like.dtype)
+    return grad.reshape(shape).to(dtype)

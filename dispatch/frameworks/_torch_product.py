@@ -51,6 +51,9 @@ def product(
 
     Where `out` is wider the product is not rounded to `own` first.
     """
+    whole = not own.is_floating_point and not own.is_complex
+    if whole and (out.is_floating_point or out.itemsize > own.itemsize):
+        return epilogue(torch.matmul(a.to(out), b.to(out)), bias, activation, out)
     if out not in _WIDE or out is own or not own.is_floating_point:
         return epilogue(torch.matmul(a, b), bias, activation, out)
     if a.is_cuda and a.dim() == b.dim() == 2 and out is torch.float32 and a.element_size() == 2:
@@ -64,7 +67,9 @@ def epilogue(value: Tensor, bias: Tensor | None, activation: str | None, out: to
     if bias is None and activation is None:
         return value.to(out)
     with without_autocast(value):
-        wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+        wide = torch.float32 if activation is not None or value.dtype.is_floating_point else value.dtype
+        wide = torch.promote_types(value.dtype, wide)
+        wide = wide if bias is None else torch.promote_types(wide, bias.dtype)
         value = value.to(wide)
         value = value if bias is None else value + bias.to(wide).expand(value.shape)
         return activate(value, activation).to(out)

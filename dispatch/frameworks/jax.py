@@ -132,7 +132,13 @@ class JaxRoom:
         """Return activation(product + bias), computed in float32 or wider."""
         if bias is None and problem.activation is None:
             return product.astype(problem.out_dtype)
-        wide = product.dtype if product.dtype.name in ("float64", "complex64", "complex128") else np.dtype("float32")
+        least = (
+            np.float32
+            if problem.activation is not None or jnp.issubdtype(product.dtype, jnp.floating)
+            else product.dtype
+        )
+        wide = jnp.promote_types(product.dtype, least)
+        wide = wide if bias is None else jnp.promote_types(wide, bias.dtype)
         value = product.astype(wide)
         value = value if bias is None else value + bias.astype(wide)
         return _activate(value, problem.activation).astype(problem.out_dtype)
@@ -251,6 +257,8 @@ def _activate(x: Array, activation: str | None) -> Array:
 def _native(room: JaxRoom, problem: Problem) -> Plan:
     own = room.promote(problem.a.dtype, problem.b.dtype)
     wider = problem.out_dtype in ("float32", "float64") and own in ("float16", "bfloat16", "float32")
+    whole = own is not None and jnp.issubdtype(own, jnp.integer) and own != problem.out_dtype
+    wider = wider or (whole and jnp.promote_types(own, problem.out_dtype).name == problem.out_dtype)
     preferred = problem.out_dtype if wider else None
 
     def native(a: Array, b: Array, bias: Array | None = None) -> Array:

@@ -131,7 +131,7 @@ class NumpyRoom:
         if bias is None and problem.activation is None:
             with np.errstate(all="ignore"):
                 return np.asarray(product).astype(out, copy=False)
-        wide = np.result_type(np.float32, product.dtype) if product.dtype.kind in "fc" else np.dtype(np.float32)
+        wide = _wide(product.dtype, problem, bias)
         with np.errstate(all="ignore"):
             value = np.asarray(product).astype(wide)
             value = value if bias is None else value + np.asarray(bias).astype(wide)
@@ -182,10 +182,19 @@ class NumpyRoom:
         """Return at once: NumPy never runs ahead."""
 
 
+def _wide(own: np.dtype[Any], problem: Problem, bias: NDArray[Any] | None) -> np.dtype[Any]:
+    """Return the dtype of an epilogue: float32 or wider, and that of integers or complex numbers where they stay so."""
+    if own.kind == "V":  # ml_dtypes'
+        own = np.dtype(np.float32)
+    least = np.result_type(own, np.float32) if problem.activation is not None or own.kind == "f" else own
+    return least if bias is None or bias.dtype.kind == "V" else np.result_type(least, bias.dtype)
+
+
 @cache
 def _native(room: NumpyRoom, problem: Problem) -> Plan:
-    widen = problem.out_dtype in ("float32", "float64") and problem.a.dtype in ("float16", "float32")
-    wide = room.dtype(problem.out_dtype) if widen else None
+    own, out = room.dtype(problem.a.dtype), room.dtype(problem.out_dtype)
+    widen = own != out and own.kind in "iuf" and out.kind in "iuf" and np.can_cast(own, out)
+    wide = out if widen or (own.kind in "iu" and out.kind == "f") else None
 
     def native(a: NDArray[Any], b: NDArray[Any], bias: NDArray[Any] | None = None) -> Any:
         if wide is not None:

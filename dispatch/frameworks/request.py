@@ -85,7 +85,9 @@ def describe(call: Request) -> Problem | None:
         device=room.device(reference),
         bias=None if call.bias is None else room.dtype_name(call.bias),
         activation=call.activation,
-        modes=room.modes(*map(array_of, call.operands)),
+        modes=room.modes(
+            *(x.scale for x in (call.a, call.b) if isinstance(x, ScaledArray)), *map(array_of, call.operands)
+        ),
     )
 
 
@@ -96,6 +98,17 @@ def own_product(call: Request) -> Plan:
         return call.room.matmul
     problem = describe(call)
     return undressing(native(problem)) if problem is not None else lambda *operands: refused(call)
+
+
+def is_callers(call: Request, plan: Plan, error: BaseException) -> bool:
+    """Return whether what a plan raised is the caller's own: an interrupt, a framework's control flow, its own product.
+
+    torch's checkpointing ends a recomputation early by an exception out of its saved-tensor hooks.
+    """
+    if isinstance(error, KeyboardInterrupt) or type(error).__module__ == "torch.utils.checkpoint":
+        return True
+    problem = describe(call)
+    return problem is None or plan is native(problem)
 
 
 def check_alive(call: Request, backend: str, error: BaseException) -> None:

@@ -163,10 +163,10 @@ class TorchRoom:
 
         plan = formed(plan, forms)
         device = problem.device.partition(":")[0]
-        if _any_autocast() and torch.is_autocast_enabled(device):
-            plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))
         if "differentiated" in problem.modes:
-            return autograd.differentiable(plan, problem, again)
+            plan = autograd.differentiable(plan, problem, again)
+        if _any_autocast() and torch.is_autocast_enabled(device):  # outermost: the backward pass too is in its dtype
+            plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))
         return plan
 
     def measurable(self, a: Any) -> str | None:

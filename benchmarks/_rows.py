@@ -1,4 +1,4 @@
-"""Rows of benchmarks/results/<gpu>.jsonl (DESIGN section 9): what every script here appends, and their reading."""
+"""Rows of benchmarks/results/<gpu>.jsonl: what every script here appends, and their reading."""
 
 from __future__ import annotations
 

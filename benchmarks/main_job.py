@@ -1,6 +1,6 @@
 """The main job on this machine: what is chosen for a few products, with every candidate's figures.
 
-    python benchmarks/main_job.py [--record NAME] [--policy NAME] [--sizes 8192 512]
+    python benchmarks/main_job.py [--record NAME] [--sizes 8192 512]
 
 On a GPU: bfloat16 cubes in torch and JAX, eager and jitted, under the default policy and under relative_l2 at 0.005
 (where only BF16 passes). On a CPU: 1024^3 in every dtype that may gain. Each row goes to results/NAME.jsonl.

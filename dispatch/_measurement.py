@@ -34,7 +34,7 @@ BASELINE = Candidate("baseline")
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The worst sampled row's error by each metric (DESIGN section 5); 0 is exact. `rows`: how many were sampled."""
+    """The worst sampled row's error by each metric (docs/accuracy.md); 0 is exact. `rows`: how many were sampled."""
 
     similarity_loss: float
     relative_l2: float

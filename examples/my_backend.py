@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import dispatch
-from dispatch import Capability, Plan, Problem, Rejection, ScalingRecipe
+from dispatch import Capability, Plan, Problem, Rejection, ScalingRecipe, hookimpl
 
 
 class Float64Blas:
@@ -38,6 +38,12 @@ class Float64Blas:
             return room.epilogue(np.matmul(a.astype(np.float64), b.astype(np.float64)), problem, bias)
 
         return product
+
+
+@hookimpl
+def dispatch_backends() -> list[Float64Blas]:
+    """Return the backend: this is what the entry point's module is asked for."""
+    return [Float64Blas()]
 
 
 if __name__ == "__main__":

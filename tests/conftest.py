@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,16 +12,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 # tests/dispatch is no package, but from this folder `python -m pytest` would find it before an editable install.
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]
 os.environ["PYTHONSAFEPATH"] = "1"  # the same for processes that tests start
 
-if os.environ.get("CI"):  # the same examples each time; drawn anew they are for whoever writes
-    hypothesis.settings.register_profile("ci", derandomize=True)
-    hypothesis.settings.load_profile("ci")
+if os.environ.get("CI") and importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("ci", derandomize=True)  # the same examples each time; others are for whoever writes
+    settings.load_profile("ci")
 
 _cache = tempfile.TemporaryDirectory(prefix="dispatch-tests-")
 os.environ["DISPATCH_CACHE_DIR"] = _cache.name  # before anything imports dispatch

@@ -67,7 +67,7 @@ def truth(room: Framework, problem: Problem, a: Any, b: Any, bias: Any = None) -
 
 
 def compare(found: Float64, reference: Float64, baseline: Float64 | None = None) -> Error:
-    """Return the worst row's error of `found` (r, n) by the three metrics of DESIGN section 5.
+    """Return the worst row's error of `found` (r, n) by the three metrics of docs/accuracy.md.
 
     similarity_loss = |x-y|^2 / (|x|^2 + |y|^2); relative_l2 = |x-y| / |y|; max_abs_over_scale = max|x-y| / max|y|;
     0/0 = 0. An Inf that equals the reference's is no error, nor a NaN where the baseline has one; any other value that

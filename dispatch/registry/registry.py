@@ -119,12 +119,13 @@ class Registry:
             return  # the same distribution, seen twice on sys.path
         try:
             self._manager.register(plugin, key)
+            self._manager.check_pending()  # raises for a hook that nobody calls: a name with a slip in it
             found: list[Any] = [plugin] if isinstance(plugin, Backend) else []
             for backends in self._call("dispatch_backends", plugin):
                 found += backends
             checked = [_checked(backend) for backend in found]
             if not checked and not self._manager.get_hookcallers(plugin):
-                raise TypeError(f"{plugin!r} is no Backend and has no function marked with dispatch.hookimpl")
+                raise TypeError(f"{plugin!r} is no Backend and has no dispatch_backends marked with dispatch.hookimpl")
         except BaseException as error:  # a plugin's code may raise anything
             if self._manager.has_plugin(key):
                 self._manager.unregister(name=key)

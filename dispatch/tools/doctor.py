@@ -14,7 +14,7 @@ PACKAGES = ("gemm-dispatch", "numpy", "ml-dtypes", "pluggy", "torch", "triton", 
 def report() -> dict[str, Any]:
     """Return the findings as plain values; `problems` is empty where nothing is wrong."""
     stats = dispatch.stats()
-    policy = dispatch.current_policy()
+    policy, wrong = _policy()
     listed = dispatch.backends()
     broken = [f"plugin {x.name} of {x.distribution}: {x.unavailable}" for x in listed if x.status == "failed"]
     state = stats["store"]["state"]
@@ -25,10 +25,19 @@ def report() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         **machine,
         "store": stats["store"],
-        "policy": {"name": policy.name, "fingerprint": policy.fingerprint},
+        "policy": policy,
         "backends": {x.name: x.unavailable or "available" for x in listed if x.status != "failed"},
-        "problems": broken + ([] if state == "ok" else [f"decision store: {state}"]),
+        "problems": broken + wrong + ([] if state == "ok" else [f"decision store: {state}"]),
     }
+
+
+def _policy() -> tuple[dict[str, str] | None, list[str]]:
+    """Return the policy in force, or None and what is wrong with it."""
+    try:
+        policy = dispatch.current_policy()
+    except dispatch.PolicyError as error:
+        return None, [f"policy: {error}"]
+    return {"name": policy.name, "fingerprint": policy.fingerprint}, []
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN section 2), read from the source of every module."""
+"""Who may import whom, read from the source of every module."""
 
 from __future__ import annotations
 

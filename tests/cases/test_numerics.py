@@ -160,7 +160,7 @@ def test_a_faster_route_that_hides_inf_is_not_taken(kit):
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 3.0])
 def test_constant_operands_teach_nothing(kit, value):
-    """DESIGN section 5: an error measured on constants is not stored for other data."""
+    """an error measured on constants is not stored for other data."""
     room = kit.room
     rounding = FakeBackend("rounding", lambda a, b, bias=None: room.xp.round(room.matmul(a, b)))
     a, b = kit.array(np.full((4, 8), value), "float32"), kit.array(np.ones((8, 4)), "float32")

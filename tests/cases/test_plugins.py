@@ -223,7 +223,7 @@ def test_one_distribution_seen_twice_is_no_conflict():
 
 
 def test_threads_meeting_an_unknown_problem_all_get_right_products(kit):
-    """DESIGN section 4: one thread measures, the others get the baseline; none waits for ever, none is wrong."""
+    """one thread measures, the others get the baseline; none waits for ever, none is wrong."""
     import threading
 
     a, b = kit.normal(16, 16), kit.normal(16, 16, seed=1)

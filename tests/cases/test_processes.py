@@ -227,7 +227,7 @@ def test_worker_processes_multiply(tmp_path, method):
 
 
 def test_a_policy_file_in_the_working_directory_is_not_read(tmp_path):
-    """DESIGN section 6: a file named default.toml where one happens to stand decides nothing."""
+    """a file named default.toml where one happens to stand decides nothing."""
     (tmp_path / "default.toml").write_text("[gate]\nmin_speedup = 'what'\n")
     done = subprocess.run(
         [sys.executable, "-c", ONES],

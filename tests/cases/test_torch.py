@@ -166,7 +166,7 @@ def test_fake_and_meta_tensors_have_the_real_shapes(route, shapes):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp itself
 def test_functorch_transforms_and_forward_mode_go_to_torch(route):
-    """DESIGN section 4: vmap, grad and dual tensors inside a known call's shapes are torch's own."""
+    """vmap, grad and dual tensors inside a known call's shapes are torch's own."""
     x, w = randn(4, 3, 5, dtype=torch.float32), randn(5, 2, dtype=torch.float32, seed=1)
     route.matmul(x[0], w)
     assert torch.allclose(torch.func.vmap(route.matmul, in_dims=(0, None))(x, w), x @ w, atol=1e-5)

@@ -315,5 +315,5 @@ def test_a_policy_in_the_environment_that_is_wrong_is_said_without_a_traceback(t
     for command in (("doctor",), ("policy", "show"), EXPLAIN):
         done = script(*command, DISPATCH_POLICY="none", DISPATCH_CACHE_DIR=str(tmp_path))
         assert done.returncode == 1
-        assert "DISPATCH_POLICY=none" in done.stderr
+        assert "DISPATCH_POLICY=none" in done.stderr + done.stdout
         assert "Traceback" not in done.stderr

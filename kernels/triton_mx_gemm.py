@@ -18,7 +18,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-
 from dispatch.kernels._triton_tile import (
     Launch,
     block_strides,

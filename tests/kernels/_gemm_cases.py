@@ -44,15 +44,16 @@ class Case:
     promoted: bool = False
     batch: tuple[int, int] = (0, 0)  # of a and of b; 0 for an operand without batch
     gap: int = 0  # elements between the rows of c
+    odd: bool = False  # rows of a and b that are not aligned
     splits: int = 1
     halves: int = 1
     config: tuple[tuple[str, int], ...] = ()
 
 
-def _matrix(batch: int, rows: int, cols: int, dtype: torch.dtype, device: str, padded: bool) -> torch.Tensor:
-    """Return random values as a view in a larger parent of NaN, its rows aligned to 16 bytes if `padded`."""
+def _matrix(batch: int, rows: int, cols: int, dtype: torch.dtype, device: str, odd: bool) -> torch.Tensor:
+    """Return random values as a view in a larger parent of NaN, its rows aligned to 16 bytes unless `odd`."""
     values = torch.randn(max(batch, 1), rows, cols, device=device)
-    width = -(-cols // 16) * 16 + 16 if padded else cols + 3
+    width = cols + 3 if odd else -(-cols // 16) * 16 + 16
     parent = torch.full((max(batch, 1), rows + 1, width), float("nan"), device=device).to(dtype)
     parent[:, :rows, :cols] = values.to(dtype)
     view = parent[:, :rows, :cols]
@@ -89,6 +90,15 @@ def _scale(case: Case, x: torch.Tensor, extent: int) -> tuple[torch.Tensor | Non
     return scale, scale
 
 
+def empty_launch(case: Case) -> Launch:
+    """Return the launch of the case on operands of no values, to be compiled."""
+    a, b = torch.empty(case.m, case.k, dtype=case.dtypes[0]), torch.empty(case.n, case.k, dtype=case.dtypes[1])
+    c = torch.empty(case.m, case.n, dtype=case.out)
+    extents = case.block or (1, 1, 1)
+    (scale_a, _), (scale_b, _) = _scale(case, a, extents[0]), _scale(case, b, extents[1])
+    return launch(case, a, b, c, scale_a, scale_b, None if case.bias is None else torch.empty(case.n, dtype=case.bias))
+
+
 def launch(case: Case, a: Any, b: Any, c: Any, scale_a: Any, scale_b: Any, bias: Any) -> Launch:
     """Return the launch that the case asks for."""
     config = {**SMALL, **dict(case.config)}
@@ -115,10 +125,9 @@ def launch(case: Case, a: Any, b: Any, c: Any, scale_a: Any, scale_b: Any, bias:
 
 
 def operands(case: Case, device: str) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """Return a, b, c, scale_a, scale_b, bias, then c in float64 and the sum of magnitudes that its error scales with."""
-    padded = "pointer" not in case.kernel
-    a = _matrix(case.batch[0], case.m, case.k, case.dtypes[0], device, padded)
-    b = _matrix(case.batch[1], case.n, case.k, case.dtypes[1], device, padded)
+    """Return a, b, c's parent, scale_a, scale_b and bias; c in float64; the sum of magnitudes."""
+    a = _matrix(case.batch[0], case.m, case.k, case.dtypes[0], device, case.odd)
+    b = _matrix(case.batch[1], case.n, case.k, case.dtypes[1], device, case.odd)
     block = case.block or ((1, 1, 32) if case.scales == "mx" else (1, 1, case.k))
     block = block if case.scales != "tensor" else (case.m, case.n, case.k)
     (scale_a, blocks_a), (scale_b, blocks_b) = _scale(case, a, block[0]), _scale(case, b, block[1])
@@ -178,7 +187,7 @@ def interpreted_cases() -> dict[str, Case]:
         "batch": replace(walk, batch=(2, 2), m=33, n=40, **wide),
         "batch of a": replace(walk, batch=(3, 0), m=33, n=72, scales="tensor"),
         "batch of b": replace(walk, batch=(0, 2), m=33, n=40),
-        "pointers": replace(walk, kernel="pointer", k=77, gap=1),
+        "pointers": replace(walk, kernel="pointer", k=77, gap=1, odd=True),
         "pointers, one by one by one": Case("pointer", 1, 1, 1),
         "pointers, batch": replace(walk, kernel="pointer", k=33, batch=(2, 0), **wide),
         "decode": Case("decode", 3, 130, 80, gap=3),
@@ -187,7 +196,7 @@ def interpreted_cases() -> dict[str, Case]:
         "decode, split": Case("decode", 17, 130, 144, splits=3, **wide),
         "decode, empty splits": Case("decode", 5, 70, 80, splits=7),
         "decode, split batch": Case("decode", 5, 70, 96, splits=2, batch=(2, 2), bias=torch.float16),
-        "decode by pointers": Case("decode_pointer", 5, 70, 77, splits=2),
+        "decode by pointers": Case("decode_pointer", 5, 70, 77, splits=2, odd=True),
         "decode, block scales": Case("decode", 40, 150, 272, scales="block", block=(1, 128, 128), splits=2),
     }
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):

@@ -409,10 +409,18 @@ def matrix(x: Any) -> Matrix:
 
 
 def tma_takes(x: Any) -> bool:
-    """Return whether x, (batch, rows, cols) or (rows, cols), can be read and written by TMA: 16-byte alignment."""
+    """Return whether x, (batch, rows, cols) or (rows, cols), can be read by TMA: 16-byte alignment."""
     it, itemsize = matrix(x), x.dtype.itemsize
     steps = (it.batch_stride, it.row_stride)
     return x.data_ptr() % ALIGNMENT == 0 and it.row_stride > 0 and all(s * itemsize % ALIGNMENT == 0 for s in steps)
+
+
+def tma_writes(c: Any) -> bool:
+    """Return whether TMA can write c: besides alignment, rows of a multiple of 16 bytes.
+
+    A store to a row of 2 bytes wrote more than those on an H200; loads are exact to the element.
+    """
+    return tma_takes(c) and c.shape[-1] * c.dtype.itemsize % ALIGNMENT == 0
 
 
 def descriptor(x: Any, block_rows: int, block_cols: int) -> TensorDescriptor:

@@ -209,7 +209,7 @@ def _decode(
         )
 
 
-@triton.jit(do_not_specialize=["m", "n", "k", "a_batch", "b_batch", "scale_a_batch", "scale_b_batch"])
+@triton.jit(do_not_specialize=["m", "k", "a_batch", "b_batch", "scale_a_batch", "scale_b_batch"])
 def decode_tma_kernel(
     a,
     b,
@@ -244,7 +244,10 @@ def decode_tma_kernel(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Multiply with A and B by TMA descriptors. a_batch, b_batch: 1, or 0 for an operand without batch."""
+    """Multiply with A and B by TMA descriptors; n comes larger by SHIFT, so that stores to C are vectorized.
+
+    a_batch, b_batch: 1, or 0 for an operand without batch.
+    """
     _decode(
         a,
         b,
@@ -255,7 +258,7 @@ def decode_tma_kernel(
         partials,
         arrived,
         m,
-        n,
+        n - SHIFT,
         k,
         a_batch,
         0,
@@ -284,7 +287,7 @@ def decode_tma_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["m", "n", "scale_a_batch", "scale_b_batch"])
+@triton.jit(do_not_specialize=["m", "scale_a_batch", "scale_b_batch"])
 def decode_pointer_kernel(
     a,
     b,
@@ -321,7 +324,7 @@ def decode_pointer_kernel(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Multiply with masked pointer loads; k comes larger by SHIFT, strides in elements."""
+    """Multiply with masked pointer loads; n and k come larger by SHIFT, strides in elements."""
     _decode(
         a,
         b,
@@ -332,7 +335,7 @@ def decode_pointer_kernel(
         partials,
         arrived,
         m,
-        n,
+        n - SHIFT,
         k - SHIFT,
         a_batch,
         a_row,
@@ -420,13 +423,15 @@ def decode_launch(
             descriptor(a, block_m, block_k),
             descriptor(b, block_n, block_k),
             *pointers,
-            *size[1:],
+            size.m,
+            size.n + SHIFT.value,
+            size.k,
             int(left.batch_stride > 0),
             int(right.batch_stride > 0),
         )
     else:
         steps = (left.batch_stride, left.row_stride, right.batch_stride, right.row_stride)
-        head = (a, b, *pointers, size.m, size.n, size.k + SHIFT.value, *steps)
+        head = (a, b, *pointers, size.m, size.n + SHIFT.value, size.k + SHIFT.value, *steps)
     args = (
         *head,
         out.batch_stride,

@@ -34,7 +34,7 @@ from dispatch.kernels._triton_tile import (
     scaling,
     sizes,
     sum_over_k,
-    tma_takes,
+    tma_writes,
 )
 
 
@@ -325,14 +325,14 @@ def gemm_launch(
 
     a: ([batch,] m, k). b: ([batch,] n, k). c: ([batch,] m, n). bias: (n,) of any float dtype. Scales and block: see the
     module. promoted: FP8 sums leave the tensor core's accumulator every 128 values of k. C is written by TMA where its
-    rows are aligned to 16 bytes, else by masked stores. Raises ValueError for operands that do not fit together or
+    rows are multiples of 16 bytes and aligned, else by masked stores. Raises ValueError for operands that do not fit together or
     that TMA cannot take.
     """
     check_config(block_k, block, activation)
     size = sizes(a, b, c)
     scales = scaling(size, scale_a, scale_b, block)
     out = matrix(c)
-    store_tma = tma_takes(c)
+    store_tma = tma_writes(c)
     args = (
         descriptor(a, block_m, block_k),
         descriptor(b, block_n, block_k),

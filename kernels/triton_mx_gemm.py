@@ -29,7 +29,7 @@ from dispatch.kernels._triton_tile import (
     load_tile,
     matrix,
     sizes,
-    tma_takes,
+    tma_writes,
 )
 
 GROUP_SIZE = tl.constexpr(32)
@@ -161,7 +161,7 @@ def mx_gemm_launch(
     strides_a = block_strides(scale_a, size.batch, size.m, size.k, 1, GROUP_SIZE.value)
     strides_b = block_strides(scale_b, size.batch, size.n, size.k, 1, GROUP_SIZE.value)
     out = matrix(c)
-    store_tma = tma_takes(c)
+    store_tma = tma_writes(c)
     args = (
         descriptor(a, block_m, block_k),
         descriptor(b, block_n, block_k),

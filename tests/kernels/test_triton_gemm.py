@@ -179,19 +179,20 @@ def test_gpu_sizes(kernel: str, k: int) -> None:
 @pytest.mark.parametrize("dtypes", PAIRS)
 def test_gpu_dtypes_and_recipes(kernel: str, dtypes: Any) -> None:
     for out, scales in ((BF16, "none"), (F16, "row"), (F32, "tensor")):
-        for n in (272, 129):
-            _check(Case(kernel, 130, n, 1040, dtypes=dtypes, out=out, scales=scales, config=GPU_TILE))
-    _check(Case(kernel, 130, 272, 4112, dtypes=dtypes, promoted=True, out=F32, config=GPU_TILE))
-    _check(Case(kernel, 130, 272, 4112, dtypes=dtypes, promoted=True, out=F32, config=(*GPU_TILE, ("block_k", 128))))
+        for n, gap in ((272, 0), (129, 0), (130, 14)):
+            _check(Case(kernel, 130, n, 1040, dtypes=dtypes, out=out, scales=scales, gap=gap, config=GPU_TILE))
+    for block_k in (64, 128):
+        tile = (*GPU_TILE, ("block_k", block_k // dtypes[0].itemsize), ("stages", 3))
+        _check(Case(kernel, 130, 272, 4112, dtypes=dtypes, promoted=True, out=F32, config=tile))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["tma", "pointer"])
 @pytest.mark.parametrize("block", [(1, 128, 128), (128, 128, 128), (64, 64, 64), (32, 32, 32)])
 def test_gpu_block_scales(kernel: str, block: Any) -> None:
-    case = Case(kernel, 130, 272, 1040, scales="block", block=block, out=F32)
+    case = Case(kernel, 130, 272, 1040, scales="block", block=block)
     for block_n in (64, 128, 256):
-        tile = (*GPU_TILE, ("block_k", min(block[2], 128)), ("block_n", block_n), ("stages", 3))
+        tile = (*GPU_TILE, ("block_k", min(block[2], 128)), ("block_n", block_n), ("stages", 2))
         for m, n, batch in ((130, 272, (0, 0)), (17, 127, (2, 2)), (257, 400, (2, 0))):
             _check(replace(case, m=m, n=n, batch=batch, config=tile))
 

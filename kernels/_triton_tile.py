@@ -209,43 +209,6 @@ def store_tile(
 
 
 @triton.jit
-def _finish_part(
-    acc,
-    c,
-    scale_a,
-    scale_b,
-    bias,
-    batch,
-    row,
-    col,
-    m,
-    n,
-    c_batch,
-    c_row,
-    scale_a_batch,
-    scale_a_row,
-    scale_b_batch,
-    scale_b_row,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    STORE_TMA: tl.constexpr,
-):
-    r = row + tl.arange(0, ROWS)
-    j = col + tl.arange(0, COLS)
-    if SCALED:
-        of_a = row_scales(scale_a + batch.to(tl.int64) * scale_a_batch, r, m, scale_a_row)
-        of_b = row_scales(scale_b + batch.to(tl.int64) * scale_b_batch, j, n, scale_b_row)
-        acc = acc * of_a[:, None] * of_b[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + j, mask=j < n, other=0.0).to(tl.float32)[None, :]
-    acc = activate(acc, ACTIVATION)
-    store_tile(c, acc, batch, row, col, m, n, c_batch, c_row, ROWS, COLS, STORE_TMA)
-
-
-@triton.jit
 def finish_tile(
     acc,
     c,
@@ -271,82 +234,27 @@ def finish_tile(
     ACTIVATION: tl.constexpr,
     STORE_TMA: tl.constexpr,
 ):
-    """Scale, bias, activate and store one tile, in one piece or in two halves of the columns."""
+    """Scale, bias, activate and store one tile, in one piece or in two halves of the columns.
+
+    Scales and bias come before the halves part: after it their layout would cost each thread a load for each column.
+    """
+    r = row + tl.arange(0, BLOCK_M)
+    j = col + tl.arange(0, BLOCK_N)
+    if SCALED:
+        of_a = row_scales(scale_a + batch.to(tl.int64) * scale_a_batch, r, m, scale_a_row)
+        of_b = row_scales(scale_b + batch.to(tl.int64) * scale_b_batch, j, n, scale_b_row)
+        acc = acc * of_a[:, None] * of_b[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + j, mask=j < n, other=0.0).to(tl.float32)[None, :]
     if HALVES == 1:
-        _finish_part(
-            acc,
-            c,
-            scale_a,
-            scale_b,
-            bias,
-            batch,
-            row,
-            col,
-            m,
-            n,
-            c_batch,
-            c_row,
-            scale_a_batch,
-            scale_a_row,
-            scale_b_batch,
-            scale_b_row,
-            BLOCK_M,
-            BLOCK_N,
-            SCALED,
-            HAS_BIAS,
-            ACTIVATION,
-            STORE_TMA,
-        )
+        whole = activate(acc, ACTIVATION)
+        store_tile(c, whole, batch, row, col, m, n, c_batch, c_row, BLOCK_M, BLOCK_N, STORE_TMA)
     else:
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        _finish_part(
-            left,
-            c,
-            scale_a,
-            scale_b,
-            bias,
-            batch,
-            row,
-            col,
-            m,
-            n,
-            c_batch,
-            c_row,
-            scale_a_batch,
-            scale_a_row,
-            scale_b_batch,
-            scale_b_row,
-            BLOCK_M,
-            BLOCK_N // 2,
-            SCALED,
-            HAS_BIAS,
-            ACTIVATION,
-            STORE_TMA,
-        )
-        _finish_part(
-            right,
-            c,
-            scale_a,
-            scale_b,
-            bias,
-            batch,
-            row,
-            col + BLOCK_N // 2,
-            m,
-            n,
-            c_batch,
-            c_row,
-            scale_a_batch,
-            scale_a_row,
-            scale_b_batch,
-            scale_b_row,
-            BLOCK_M,
-            BLOCK_N // 2,
-            SCALED,
-            HAS_BIAS,
-            ACTIVATION,
-            STORE_TMA,
-        )
+        left = activate(left, ACTIVATION)
+        store_tile(c, left, batch, row, col, m, n, c_batch, c_row, BLOCK_M, BLOCK_N // 2, STORE_TMA)
+        right = activate(right, ACTIVATION)
+        store_tile(c, right, batch, row, col + BLOCK_N // 2, m, n, c_batch, c_row, BLOCK_M, BLOCK_N // 2, STORE_TMA)
 
 
 @triton.jit

@@ -418,6 +418,7 @@ def decode_launch(
         partials,
         arrived,
     )
+    head: tuple[Any, ...]
     if tma:
         head = (
             descriptor(a, block_m, block_k),

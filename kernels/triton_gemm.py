@@ -325,8 +325,9 @@ def gemm_launch(
 
     a: ([batch,] m, k). b: ([batch,] n, k). c: ([batch,] m, n). bias: (n,) of any float dtype. Scales and block: see the
     module. promoted: FP8 sums leave the tensor core's accumulator every 128 values of k. C is written by TMA where its
-    rows are multiples of 16 bytes and aligned, else by masked stores. Raises ValueError for operands that do not fit together or
-    that TMA cannot take.
+    rows are aligned multiples of 16 bytes, else by masked stores; epilogue_halves: in 1 or 2 halves of a tile's
+    columns, 2 taking half the shared memory. Raises ValueError for operands that do not fit together or that TMA cannot
+    take.
     """
     check_config(block_k, block, activation)
     size = sizes(a, b, c)

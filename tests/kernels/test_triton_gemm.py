@@ -74,12 +74,16 @@ POINTER = replace(DENSE, kernel="pointer", config=SHORT)
 BLOCKS = {"scales": "block", "block": (1, 128, 128)}
 COMPILED = [
     (90, replace(DENSE, config=BIG, bias=BF16, activation="relu"), FP8_INSTRUCTION[90]),
-    (90, replace(DENSE, config=(*BIG[:3], ("stages", 4), BIG[4]), halves=2, activation="gelu"), FP8_INSTRUCTION[90]),
+    (
+        90,
+        replace(DENSE, config=(*BIG[:3], ("stages", 4), BIG[4]), halves=2, activation="gelu_tanh"),
+        FP8_INSTRUCTION[90],
+    ),
     (90, replace(DENSE, dtypes=(E5M2, E4M3), promoted=True), r"wgmma\S*.f32.e5m2.e4m3"),
     (90, replace(DENSE, dtypes=(E4M3, E5M2), scales="tensor"), r"wgmma\S*.f32.e4m3.e5m2"),
     (90, replace(DENSE, dtypes=(BF16, BF16), scales="none", config=SHORT), r"wgmma\S*.f32.bf16.bf16"),
     (90, replace(DENSE, dtypes=(F16, F16), scales="none", config=SHORT, out=F32), r"wgmma\S*.f32.f16.f16"),
-    (90, replace(DENSE, **BLOCKS), FP8_INSTRUCTION[90]),
+    (90, replace(DENSE, **BLOCKS, activation="gelu"), FP8_INSTRUCTION[90]),
     (90, replace(DENSE, n=511), FP8_INSTRUCTION[90]),  # stored by pointers
     *((arch, replace(DENSE, config=(*SQUARE[:4], ("warps", 4))), FP8_INSTRUCTION[arch]) for arch in (100, 103)),
     (100, replace(DENSE, **BLOCKS), FP8_INSTRUCTION[100]),

@@ -53,12 +53,15 @@ def load_tile(
 
 @triton.jit
 def block_scales(scale, first, rows, row_step, ROWS: tl.constexpr, EXTENT: tl.constexpr):
-    """Return the scales of rows first to first + ROWS, one every EXTENT rows: a scalar if they share one."""
+    """Return the scales of rows first to first + ROWS, one every EXTENT rows: a scalar if they share one.
+
+    Rows past the end get the last scale: a masked load is waited for before the tensor core is started.
+    """
     if EXTENT % ROWS == 0:
         values = tl.load(scale + (first // EXTENT).to(tl.int64) * row_step)
     else:
-        row = first + tl.arange(0, ROWS)
-        values = tl.load(scale + (row // EXTENT).to(tl.int64) * row_step, mask=row < rows, other=0.0)
+        row = tl.minimum(first + tl.arange(0, ROWS), rows - 1)
+        values = tl.load(scale + (row // EXTENT).to(tl.int64) * row_step)
     return values
 
 

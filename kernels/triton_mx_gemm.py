@@ -39,15 +39,20 @@ ONE = tl.constexpr(127)
 
 
 @triton.jit
-def _exponents(scale, row, group, rows, groups, row_step, k_step, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the scales (ROWS, GROUPS) from (row, group) on; outside they are 1, over operands that are 0."""
-    r = row + tl.arange(0, ROWS)
+def _exponents(
+    scale, row, group, rows, groups, row_step, k_step, ROWS: tl.constexpr, GROUPS: tl.constexpr, WHOLE_K: tl.constexpr
+):
+    """Return the scales (ROWS, GROUPS) from (row, group) on; past the end of k they are 1, over operands that are 0.
+
+    Rows past the end get the last row's scales. WHOLE_K: k has no end inside a step, and the loads are vectorized.
+    """
+    r = tl.minimum(row + tl.arange(0, ROWS), rows - 1)
     g = group + tl.arange(0, GROUPS)
     at = scale + r.to(tl.int64)[:, None] * row_step + g.to(tl.int64)[None, :] * k_step
-    return tl.load(at, mask=(r < rows)[:, None] & (g < groups)[None, :], other=ONE)
+    return tl.load(at) if WHOLE_K else tl.load(at, mask=(g < groups)[None, :], other=ONE)
 
 
-@triton.jit(do_not_specialize=["batch_size", "m", "n", "k", "a_batch", "b_batch", "scale_a_batch", "scale_b_batch"])
+@triton.jit(do_not_specialize=["batch_size", "m", "n", "k", "a_batch", "b_batch"])
 def mx_gemm_kernel(
     a,
     b,
@@ -74,6 +79,7 @@ def mx_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     HALVES: tl.constexpr,
+    WHOLE_K: tl.constexpr,
     FORMAT_A: tl.constexpr,
     FORMAT_B: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -82,7 +88,8 @@ def mx_gemm_kernel(
 ):
     """Multiply with A and B by TMA descriptors and block scales in the tensor core; c: a descriptor if STORE_TMA.
 
-    a_batch, b_batch: 1, or 0 for an operand without batch. FORMAT: "e4m3" or "e5m2".
+    a_batch, b_batch: 1, or 0 for an operand without batch. WHOLE_K: BLOCK_K divides k.
+    FORMAT: "e4m3" or "e5m2".
     """
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -99,8 +106,8 @@ def mx_gemm_kernel(
             tile_a = load_tile(a, batch, row, step * BLOCK_K, m, k, a_batch, 0, BLOCK_M, BLOCK_K, True)
             tile_b = load_tile(b, batch, col, step * BLOCK_K, n, k, b_batch, 0, BLOCK_N, BLOCK_K, True)
             group = step * GROUPS
-            exponent_a = _exponents(of_a, row, group, m, groups, scale_a_row, scale_a_k, BLOCK_M, GROUPS)
-            exponent_b = _exponents(of_b, col, group, n, groups, scale_b_row, scale_b_k, BLOCK_N, GROUPS)
+            exponent_a = _exponents(of_a, row, group, m, groups, scale_a_row, scale_a_k, BLOCK_M, GROUPS, WHOLE_K)
+            exponent_b = _exponents(of_b, col, group, n, groups, scale_b_row, scale_b_k, BLOCK_N, GROUPS, WHOLE_K)
             acc = tl.dot_scaled(tile_a, exponent_a, FORMAT_A, tile_b.T, exponent_b, FORMAT_B, acc)
         finish_tile(
             acc,
@@ -181,6 +188,7 @@ def mx_gemm_launch(
         block_k,
         group,
         epilogue_halves,
+        size.k % block_k == 0,
         "e5m2" if "e5m2" in str(a.dtype) else "e4m3",
         "e5m2" if "e5m2" in str(b.dtype) else "e4m3",
         bias is not None,

@@ -123,6 +123,13 @@ def test_promotion_is_not_folded_into_the_instruction() -> None:
     assert added[1] >= added[0] + 64  # a thread's part of the tile
 
 
+def test_scales_are_not_waited_for_before_the_tensor_core_starts() -> None:
+    with gpu.compiling(90) as built:
+        cases.empty_launch(replace(DENSE, **BLOCKS)).run()
+    loads = re.findall(r"(@%p\d+ )?ld\.global\.b32", built[0].asm["ptx"])  # ptxas waits for a masked load
+    assert loads == ["", "", ""]
+
+
 def test_refuses_what_it_cannot_multiply() -> None:
     from dispatch.kernels import triton_gemm
 

@@ -57,6 +57,12 @@ def test_compiles_to_the_tensor_core_within_the_gpu_s_limits(capability: int, ca
     assert gpu.stack_bytes(kernel) <= (8 if capability == 120 else 0)
 
 
+def test_loads_the_scales_of_a_step_at_once() -> None:
+    with gpu.compiling(100) as built:
+        cases.empty_launch(MX).run()
+    assert "ld.global.b8" not in built[0].asm["ptx"]
+
+
 def test_refuses_scales_that_are_not_e8m0_bytes() -> None:
     from dispatch.kernels.triton_mx_gemm import mx_gemm_launch
 

@@ -199,6 +199,14 @@ def interpreted_cases() -> dict[str, Case]:
         "decode by pointers": Case("decode_pointer", 5, 70, 77, splits=2, odd=True),
         "decode, block scales": Case("decode", 40, 150, 272, scales="block", block=(1, 128, 128), splits=2),
     }
+    mx = Case("mx", 70, 130, 160, scales="mx", config=(("block_k", 64),))
+    cases |= {
+        "mx": replace(mx, k=128, halves=2, n=144),
+        "mx, k ends inside a step": replace(mx, out=torch.float32, **wide),
+        "mx, one by one": replace(mx, m=1, n=1, k=32),
+        "mx, batch": replace(mx, dtypes=(E5M2, E4M3), batch=(2, 2), m=33),
+        "mx, batch of b": replace(mx, dtypes=(E4M3, E5M2), batch=(0, 3), m=33, n=40),
+    }
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
         cases[activation] = replace(walk, m=20, bias=half[0], activation=activation, scales="none", dtypes=half)
     for block in ((1, 128, 128), (128, 128, 128), (64, 64, 64), (32, 32, 32)):
@@ -207,6 +215,25 @@ def interpreted_cases() -> dict[str, Case]:
     return cases
 
 
+def _teach_the_interpreter_dot_scaled() -> None:
+    import numpy as np
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    def decoded(data: Any, scale: Any, axis: int) -> Any:
+        wide = interpreter._convert_float(data.data, data.dtype, tl.float16, None).view(np.float16).astype(np.float32)
+        exponent = np.repeat(scale.data.astype(np.int32), 32, axis=1)
+        return np.ldexp(wide, (exponent if axis == 1 else exponent.T) - 127)
+
+    def dot_scaled(_: Any, a: Any, scale_a: Any, _a: Any, b: Any, scale_b: Any, _b: Any, acc: Any, *rest: Any) -> Any:
+        product = decoded(a.handle, scale_a.handle, 1) @ decoded(b.handle, scale_b.handle, 0) + acc.handle.data
+        return tl.core.tensor(interpreter.TensorHandle(product.astype(np.float32), tl.float32), acc.type)
+
+    TritonSemantic.dot_scaled = dot_scaled
+
+
 if __name__ == "__main__":
+    _teach_the_interpreter_dot_scaled()
     chosen = sys.argv[1:] or list(interpreted_cases())
     json.dump({name: complaints(interpreted_cases()[name]) for name in chosen}, sys.stdout)

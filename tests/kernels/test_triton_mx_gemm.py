@@ -1,8 +1,11 @@
-"""The Triton MX GEMM: compiled for each arch, and on a GPU compared with float64 (dot_scaled is not interpreted)."""
+"""The Triton MX GEMM: run by Triton's interpreter (which is taught dot_scaled), compiled, and on a GPU compared."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +33,28 @@ def _load(name: str) -> ModuleType:
 cases = _load("_gemm_cases")
 gpu = _load("_compile")
 Case, E4M3, E5M2 = cases.Case, cases.E4M3, cases.E5M2
+NAMES = [name for name, case in cases.interpreted_cases().items() if case.kernel == "mx"]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[str]]:
+    """What the interpreter's run found; TRITON_INTERPRET has to be set before Triton is imported."""
+    done = subprocess.run(
+        [sys.executable, HERE / "_gemm_cases.py", *NAMES],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_interpreted_products_match_float64(name: str, interpreted: dict[str, list[str]]) -> None:
+    assert interpreted[name] == []
+
+
 TILE = (("block_m", 128), ("block_n", 128), ("block_k", 128), ("stages", 2), ("warps", 4))
 MX = Case("mx", 512, 512, 1024, scales="mx", config=TILE)
 SHARED_LIMIT = {90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}

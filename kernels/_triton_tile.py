@@ -278,7 +278,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, int, int]
     args: tuple[Any, ...]
-    options: dict[str, int]
+    options: dict[str, Any]
 
     def run(self) -> None:
         """Launch on the current stream."""

@@ -23,12 +23,14 @@ it loses 10%.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
+from dispatch.kernels._triton_tile import Launch, tma_writes
 from triton._utils import canonicalize_dtype
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,6 +43,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+SHARED_LIMIT = 232_448 - 2_048
+"""Bytes of shared memory that a program may take on sm90, less what alignment and warp specialization may add."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,13 @@ class Config:
     def warps(self) -> int:
         """The warps of one consumer."""
         return 8 if self.height >= 128 and self.consumers == 1 else 4
+
+    def shared_bytes(self, itemsize: int, out_itemsize: int) -> int:
+        """Return how much shared memory a program takes at most, in bytes."""
+        stage = (self.block_m + self.block_n) * self.block_k * itemsize + 4 * self.block_m
+        return self.stages * (stage + 16) + self.consumers * (
+            self.height * self.block_n // self.slices * out_itemsize + 8
+        )
 
 
 @dataclass(frozen=True)
@@ -467,39 +479,48 @@ def gemm_launch(
     bias: Any | None = None,
     *,
     config: Config,
+    programs: int,
     promoted: bool = False,
     blocks: bool = False,
-    activation: str = "none",
-    by_tma: bool = True,
-    programs: int,
-) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """Return kernel, grid, arguments and options of one product on at most `programs` multiprocessors.
+    activation: str | None = None,
+) -> Launch:
+    """Return the launch of one product on at most `programs` multiprocessors.
 
-    a: (m, k), b: (n, k), rows 16 bytes apart and aligned. c: (m, n), inner stride 1; by_tma: its rows too. scale_a,
-    scale_b: float32, (m,) and (n,), or (1,) each; with `blocks` (k / 128, m) with rows 16 bytes apart, and (n / 128,
-    k / 128) of any strides. bias: (n,) of any float dtype. Launched beside the kernel before it in the stream, for
-    whose end it waits (programmatic dependent launch).
+    a: (m, k), b: (n, k), rows 16 bytes apart and aligned. c: (m, n), inner stride 1; written by TMA where its rows are
+    multiples of 16 bytes and aligned, else by masked stores. scale_a, scale_b: float32, (m,) and (n,), or one value
+    each; with `blocks` (k / 128, m) with rows 16 bytes apart, and (n / 128, k / 128) of any strides. bias: (n,) of any
+    float dtype. activation: relu, gelu, gelu_tanh or silu.
+
+    It is launched beside the kernel before it in the stream, for whose end it waits (programmatic dependent launch).
     """
     m, k = a.shape
     n = b.shape[0]
-    scaled = scale_a is not None and not blocks
-    form = Form(promoted or blocks, blocks, scaled, bias is not None, activation, by_tma, dependent=True)
-    s_desc = None
-    steps = (0, 0, 0)
+    by_tma = tma_writes(c)
+    form = Form(
+        promoted=promoted or blocks,
+        blocks=blocks,
+        scaled=scale_a is not None and not blocks,
+        has_bias=bias is not None,
+        activation=activation or "none",
+        by_tma=by_tma,
+        dependent=True,
+    )
+    s_desc, steps = None, (0, 0, 0)
     if blocks:
+        assert scale_a is not None
+        assert scale_b is not None
         flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         s_desc = TensorDescriptor(scale_a, list(scale_a.shape), [scale_a.stride(0), 1], [1, config.height], flat)
         steps = (0, scale_b.stride(0), scale_b.stride(1))
-    elif scaled:
-        steps = (int(scale_a.shape[0] > 1), int(scale_b.shape[0] > 1), 0)
-    out = _descriptor(c, [config.height, config.block_n // config.slices]) if by_tma else None
+    elif form.scaled:
+        steps = (int(math.prod(scale_a.shape) > 1), int(math.prod(scale_b.shape) > 1), 0)
     arguments = (
         _descriptor(a, [config.height, config.block_k]),
         _descriptor(b, [config.block_n, config.block_k]),
-        out,
+        _descriptor(c, [config.height, config.block_n // config.slices]) if by_tma else None,
         s_desc,
         c,
-        scale_a if scaled else None,
+        scale_a if form.scaled else None,
         scale_b,
         bias,
         m,
@@ -511,4 +532,5 @@ def gemm_launch(
         form,
     )
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    return gemm_kernel, (min(programs, tiles),), arguments, {"num_warps": config.warps, "launch_pdl": True}
+    options = {"num_warps": config.warps, "launch_pdl": True}
+    return Launch(gemm_kernel, (min(programs, tiles), 1, 1), arguments, options)

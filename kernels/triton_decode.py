@@ -243,11 +243,16 @@ def decode_tma_kernel(
     PROMOTED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Multiply with A and B by TMA descriptors; n comes larger by SHIFT, so that stores to C are vectorized.
 
-    a_batch, b_batch: 1, or 0 for an operand without batch.
+    a_batch, b_batch: 1, or 0 for an operand without batch. DEPENDENT: launched beside the kernel before it in the
+    stream, for whose end it waits.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     _decode(
         a,
         b,
@@ -395,13 +400,16 @@ def decode_launch(
     promoted: bool = False,
     activation: str | None = None,
     block: tuple[int, int, int] | None = None,
+    dependent: bool = False,
 ) -> Launch:
     """Return the launch of `decode_tma_kernel`, or of `decode_pointer_kernel` where tma is False.
 
     a: ([batch,] m, k). b: ([batch,] n, k). c: ([batch,] m, n). bias: (n,). Scales and block: see
     `dispatch.kernels.triton_gemm`. block_m: columns of the tensor core's tile, at least 16; block_n: its rows.
-    workspace: partial sums and counters as `decode_workspace` counts them, needed where splits > 1. Splits without a
-    K step add zeros. Raises ValueError for operands that do not fit together or that TMA cannot take.
+    dependent: programmatic
+    dependent launch, with tma on sm90 and later. workspace: partial sums and counters as `decode_workspace` counts
+    them, needed where splits > 1. Splits without a K step add zeros. Raises ValueError for operands that do not fit
+    together or that TMA cannot take.
     """
     check_config(block_k, block, activation)
     if splits > 1 and workspace is None:
@@ -449,10 +457,12 @@ def decode_launch(
         promoted and a.dtype.itemsize == 1,
         bias is not None,
         activation or "none",
+        *((dependent,) if tma else ()),
     )
     tiles = size.batch * triton.cdiv(size.m, block_m) * triton.cdiv(size.n, block_n)
     kernel = decode_tma_kernel if tma else decode_pointer_kernel
-    return Launch(kernel, (tiles * splits, 1, 1), args, {"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if dependent and tma else {})}
+    return Launch(kernel, (tiles * splits, 1, 1), args, options)
 
 
 def decode(*operands: Any, **config: Any) -> None:

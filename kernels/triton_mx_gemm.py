@@ -31,6 +31,7 @@ from dispatch.kernels._triton_tile import (
     sizes,
     tma_writes,
 )
+from triton._utils import canonicalize_dtype
 
 GROUP_SIZE = tl.constexpr(32)
 """Values of k that share a scale."""
@@ -136,6 +137,11 @@ def mx_gemm_kernel(
         )
 
 
+def _format_of(x: Any) -> str:
+    """Return dot_scaled's name of an FP8 dtype."""
+    return {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}[canonicalize_dtype(x.dtype)]
+
+
 def mx_gemm_launch(
     a: Any,
     b: Any,
@@ -189,8 +195,8 @@ def mx_gemm_launch(
         group,
         epilogue_halves,
         size.k % block_k == 0,
-        "e5m2" if "e5m2" in str(a.dtype) else "e4m3",
-        "e5m2" if "e5m2" in str(b.dtype) else "e4m3",
+        _format_of(a),
+        _format_of(b),
         bias is not None,
         activation or "none",
         store_tma,

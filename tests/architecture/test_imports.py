@@ -116,9 +116,17 @@ def allowed(module: str) -> Allowed:
         case "integrations":
             return Allowed(numeric | FRAMEWORKS.get(name, set()), modules=("dispatch", own))
         case "plugins":
-            # A module whose name starts with _ is shared by plugins and is none itself.
-            modules = ("dispatch", "dispatch.plugins._*", f"dispatch.plugins.{name}.*")
-            return Allowed(numeric, frameworks | {"triton"}, modules, ("dispatch.kernels.*",))
+            # A module whose name starts with _ is shared by plugins and is none itself. One named for a framework too,
+            # _cublas_torch, is imported inside prepare() and plan() alone, and may have at its top what they may have.
+            shared = [path.stem for path in FOLDERS["dispatch.plugins"].glob("_*.py") if path.stem != "__init__"]
+            bound = [stem for stem in shared if stem.rpartition("_")[2] in FRAMEWORKS]
+            light = tuple(f"dispatch.plugins.{stem}" for stem in shared if stem not in bound)
+            if name in bound:
+                room = FRAMEWORKS[name.rpartition("_")[2]]
+                return Allowed(numeric | room | {"triton"}, frameworks, ("dispatch", *light, "dispatch.kernels.*"))
+            modules = ("dispatch", *light, f"dispatch.plugins.{name}.*")
+            inside = ("dispatch.kernels.*", *(f"dispatch.plugins.{stem}" for stem in bound))
+            return Allowed(numeric, frameworks | {"triton"}, modules, inside)
         case "kernels":
             return Allowed(numeric | {"jax", "triton"}, frozenset({"torch"}), (own,))
     rooms = ("measuring", "quantization", "registry", "remembering", "policies")

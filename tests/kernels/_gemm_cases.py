@@ -31,7 +31,7 @@ WALK = {"group": 2, "programs": 3}
 class Case:
     """One product and the kernel and config that it is for. scales: none, tensor, row, block, or mx."""
 
-    kernel: str  # tma, pointer, decode, decode_pointer or mx
+    kernel: str  # tma, pointer, decode, decode_pointer, mx or hopper
     m: int
     n: int
     k: int
@@ -48,6 +48,7 @@ class Case:
     splits: int = 1
     halves: int = 1
     config: tuple[tuple[str, int], ...] = ()
+    hopper: Any = None  # the Hopper kernel's Config
 
 
 def _matrix(batch: int, rows: int, cols: int, dtype: torch.dtype, device: str, odd: bool) -> torch.Tensor:
@@ -85,8 +86,9 @@ def _scale(case: Case, x: torch.Tensor, extent: int) -> tuple[torch.Tensor | Non
         exponent = torch.randint(120, 135, (*batch, rows, cols // 32), device=x.device, dtype=torch.uint8)
         return exponent, torch.exp2(exponent.double() - 127)
     assert case.block is not None
-    shape = (*batch, -(-cols // case.block[2]), -(-rows // extent))
-    scale = (torch.rand(shape, device=x.device) + 0.5).mT  # as it is stored for coalescing
+    blocks = -(-rows // extent)
+    shape = (*batch, -(-cols // case.block[2]), -(-blocks // 4) * 4)
+    scale = (torch.rand(shape, device=x.device) + 0.5).mT[..., :blocks, :]  # as it is stored for coalescing, and TMA
     return scale, scale
 
 
@@ -106,6 +108,12 @@ def launch(case: Case, a: Any, b: Any, c: Any, scale_a: Any, scale_b: Any, bias:
     if case.kernel == "mx":
         options |= {**WALK, "epilogue_halves": case.halves}
         return triton_mx_gemm.mx_gemm_launch(a, b, c, scale_a, scale_b, bias, **{**options, **config})
+    if case.kernel == "hopper":
+        from dispatch.kernels import gluon_gemm  # the interpreter has no Gluon
+
+        blocks = case.scales == "block"
+        options |= {"promoted": case.promoted, "blocks": blocks, "config": case.hopper, "programs": 3}
+        return gluon_gemm.gemm_launch(a, b, c, scale_a.mT if blocks else scale_a, scale_b, bias, **options)
     options |= {"promoted": case.promoted, "block": case.block}
     if case.kernel.startswith("decode"):
         batch = c.shape[0] if c.dim() == 3 else 1

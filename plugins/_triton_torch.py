@@ -1,25 +1,27 @@
 """The Triton products in torch: quantize what is not, multiply, all by launches whose arguments are bound once.
 
-A call allocates the output and one workspace, and passes addresses on: nothing else is made anew.
+A call allocates the output and one workspace, makes a list of addresses and passes it to each launch: two or three
+launches take less of the host than torch.matmul takes for one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
-from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
 from dispatch.kernels import gluon_gemm, launching, triton_decode, triton_gemm, triton_mx_gemm
 from dispatch.kernels import triton_quantize as by_row
 from dispatch.kernels import triton_quantize_blocks as by_block
 from dispatch.kernels import triton_quantize_columns as by_column
-from dispatch.kernels.launching import Array
+from dispatch.kernels import triton_quantize_many as together
+from dispatch.kernels.launching import Array, Bound
 from dispatch.plugins import _triton_configs as names
 from torch import Tensor
+
+from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
 
 TYPES = {
     "float8_e4m3fn": tl.float8e4nv,
@@ -29,15 +31,28 @@ TYPES = {
     "float32": tl.float32,
 }
 FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+STORED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ALIGNMENT = 256
-"""Bytes between the parts of a workspace: what torch's allocator aligns to at least."""
+"""Bytes between the parts of a workspace."""
+TOGETHER_LIMIT = 1 << 24
+"""Values of an operand up to which both are quantized in one launch: above, two launches cost no more."""
 
-# The addresses of one product: slots of the bound kernels' arguments.
-A, B, OUT, SCALE_A, SCALE_B, BIAS, PARTIALS, COUNTERS = range(8)
-X, DATA, SCALE, PARTIAL, COUNTER = range(5)
-"""The same for one quantization."""
 
-_current_stream = torch._C._cuda_getCurrentRawStream
+class Slots(NamedTuple):
+    """Where the addresses of one operand stand in a call's list."""
+
+    data: int
+    scale: int
+    x: int
+    partial: int
+    counter: int
+
+
+OF_A, OF_B = Slots(0, 1, 2, 3, 4), Slots(5, 6, 7, 8, 9)
+OUT, BIAS, PARTIALS, COUNTERS, JOINT_PARTIAL, JOINT_COUNTER = range(10, 16)
+SLOTS = 16
+
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none on a CPU
 _capturing = torch.cuda.is_current_stream_capturing
 
 
@@ -46,17 +61,17 @@ def _up(size: int, multiple: int) -> int:
 
 
 class Encoded(NamedTuple):
-    """One operand as the kernels take it: values (rows, k padded), K-major, and scales as `Form` lays them."""
+    """One operand as the kernels take it: values (rows, k padded), K-major, and the scales as `Form` lays them."""
 
     matrix: Tensor
     scale: Tensor
 
 
 class Form(NamedTuple):
-    """How one operand is laid out: extents of its values and its scales; rows are those of a, columns of b.
+    """How one operand is laid out; rows are those of a, columns of b, of all batch entries.
 
-    k: padded to whole 16 bytes. scale: extents, float32 or e8m0. along_rows: the scales of 1x128 of a lie along its
-    rows, (k / 128, rows padded), as TMA loads them; all others are (row blocks, k blocks).
+    padded_k: whole 16 bytes. scale: extents (row blocks, k blocks), float32 or e8m0; along_rows: stored the other way
+    round, with rows padded to whole 16 bytes, as TMA loads those of 1x128.
     """
 
     recipe: ScalingRecipe
@@ -67,73 +82,93 @@ class Form(NamedTuple):
     along_rows: bool
 
     @property
-    def data_bytes(self) -> int:
-        """The bytes of the values."""
-        return self.rows * self.padded_k
+    def stored_scale(self) -> tuple[int, int]:
+        """The extents of the scales in memory."""
+        return (self.scale[1], _up(self.scale[0], 4)) if self.along_rows else self.scale
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        """The strides of the scales over row blocks and k blocks."""
+        return (1, self.stored_scale[1]) if self.along_rows else (self.scale[1], 1)
 
     @property
     def scale_bytes(self) -> int:
         """The bytes of the scales."""
-        return math.prod(self.scale) * (1 if self.recipe.scale_dtype == "e8m0" else 4)
+        return math.prod(self.stored_scale) * (1 if self.recipe.scale_dtype == "e8m0" else 4)
 
 
 def form_of(recipe: ScalingRecipe, rows: int, k: int) -> Form:
     """Return how `rows` by k values quantized by a recipe are laid out."""
-    if recipe.granularity == "1x128":
-        return Form(recipe, rows, k, _up(k, 16), (_up(k, 128) // 128, _up(rows, 4)), True)
     height, width = recipe.block(rows, k)
-    scale = (-(-rows // height), -(-k // width))
-    return Form(recipe, rows, k, _up(k, 16), scale, False)
+    return Form(recipe, rows, k, _up(k, 16), (-(-rows // height), -(-k // width)), recipe.granularity == "1x128")
 
 
 class Quantizer:
-    """The launches that quantize an operand, (rows, k) of given strides, into a `Form`.
+    """The launches that quantize one operand, (rows, k) of given strides, into a `Form`.
 
-    partial_bytes, counters: the workspace that it needs beside the output; counters start as zeros and end so.
+    partial_bytes, counters: the workspace that it needs beside the output; counters are int32, zeros before and after.
     """
 
-    def __init__(self, form: Form, dtype: str, strides: tuple[int, int]) -> None:
-        self.form = form
+    def __init__(self, form: Form, dtype: str, strides: tuple[int, int], slots: Slots) -> None:
         recipe, rows, k = form.recipe, form.rows, form.k
-        # What has neither axis contiguous is copied first.
-        self.copies = 1 not in strides
-        row_step, k_step = (k, 1) if self.copies else strides
-        transposed = k_step != 1
-        shape, stride = ((k, rows), k_step) if transposed else ((rows, k), row_step)
-        x = Array(X, TYPES[dtype], shape, (stride, 1))
-        data = Array(DATA, FORMATS[recipe.dtype], (rows, form.padded_k))
-        scale = Array(SCALE, tl.uint8 if recipe.scale_dtype == "e8m0" else tl.float32, form.scale)
-        partial, counter = Array(PARTIAL, tl.float32, (1,)), Array(COUNTER, tl.int32, (1,))
+        transposed = strides[1] != 1
+        shape, stride = ((k, rows), strides[1]) if transposed else ((rows, k), strides[0])
+        if transposed and strides[0] != 1:
+            raise ValueError(f"strides {strides}: one must be 1")
+        x = Array(slots.x, TYPES[dtype], shape, (stride, 1))
+        data = Array(slots.data, FORMATS[recipe.dtype], (rows, form.padded_k))
+        scale = Array(slots.scale, tl.uint8 if recipe.scale_dtype == "e8m0" else tl.float32, form.stored_scale)
+        partial, counter = Array(slots.partial, tl.float32, (1,)), Array(slots.counter, tl.int32, (1,))
         out = (rows, form.padded_k)
         self.partial_bytes, self.counters = 0, 0
-        launches: list[tuple[Any, tuple[Any, ...]]] = []
         if recipe.granularity == "tensor":
             amax, cast = by_row.tensor_launches(shape, stride, out, transposed=transposed)
-            launches = [(amax, (x, partial)), (cast, (x, partial, data, scale))]
+            launches: list[tuple[Any, tuple[Any, ...]]] = [(amax, (x, partial)), (cast, (x, partial, data, scale))]
             self.partial_bytes = 4 * by_row.TENSOR_PARTIALS
         elif recipe.granularity == "row" and not transposed:
             launches = [(by_row.rows_launch(shape, stride, out), (x, data, scale, None, None))]
         elif recipe.granularity == "row":
             values, self.counters = by_column.columns_workspace(out)
             self.partial_bytes = 4 * values
-            joint = (partial, counter) if by_column.column_tiles(out) is not None else ()
-            if not values:
-                joint = joint and (None, None)
-            launches = [(by_column.columns_launch(shape, stride, out), (x, data, scale, *joint))]
+            extra: tuple[Any, ...] = ()
+            if by_column.column_tiles(out) is not None:
+                extra = (partial, counter) if values else (None, None)
+            launches = [(by_column.columns_launch(shape, stride, out), (x, data, scale, *extra))]
         else:
-            height, width = recipe.block(rows, k)
-            steps = (1, form.scale[1]) if form.along_rows else (form.scale[1], 1)
-            launch = by_block.blocks_launch(shape, stride, out, (height, width), steps, transposed=transposed)
+            block = recipe.block(rows, k)
+            launch = by_block.blocks_launch(shape, stride, out, block, form.scale_strides, transposed=transposed)
             launches = [(launch, (x, data, scale))]
-        self._bound = [
+        self.launches = [
             launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options)
             for launch, pointers in launches
         ]
 
-    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch, for the addresses of x, data, scale, partial and counters."""
-        for launch in self._bound:
-            launch(stream, addresses)
+
+def quantized_together(forms: Sequence[Form], dtypes: Sequence[str], strides: Sequence[tuple[int, int]]) -> Any:
+    """Return (launch, partial bytes, counters) that quantize both operands at once, or None where that is no gain."""
+    sources, pointers = [], []
+    for form, dtype, stride, slots in zip(forms, dtypes, strides, (OF_A, OF_B), strict=True):
+        if form.recipe.granularity != "row" or form.rows * form.k > TOGETHER_LIMIT:
+            return None
+        transposed = stride[1] != 1
+        shape, step = ((form.k, form.rows), stride[1]) if transposed else ((form.rows, form.k), stride[0])
+        source = together.Source(shape, step, (form.rows, form.padded_k), transposed)
+        if together.tiles_of(source) is None:
+            return None
+        sources.append(source)
+        pointers += [
+            Array(slots.x, TYPES[dtype], shape, (step, 1)),
+            Array(slots.data, FORMATS[form.recipe.dtype], (form.rows, form.padded_k)),
+            Array(slots.scale, tl.float32, form.stored_scale),
+        ]
+    values, counters = together.many_workspace(sources)
+    pointers += [None] * (3 * (together.MAX_OPERANDS - 2))
+    pointers += (
+        [Array(JOINT_PARTIAL, tl.float32, (1,)), Array(JOINT_COUNTER, tl.int32, (1,))] if values else [None, None]
+    )
+    launch = together.many_launch(sources)
+    bound = launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options)
+    return bound, 4 * values, counters
 
 
 def rows_view(x: Tensor, axis: int) -> Tensor:
@@ -142,9 +177,9 @@ def rows_view(x: Tensor, axis: int) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Return x, or a copy where its address is no multiple of 16."""
-    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+def _dense(x: Tensor) -> Tensor:
+    """Return (rows, k) with one stride of 1 at an address that is a multiple of 16: itself, or a copy."""
+    return x if 1 in x.stride() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def encode(x: Any, recipe: ScalingRecipe, axis: int) -> Encoded:
@@ -152,19 +187,19 @@ def encode(x: Any, recipe: ScalingRecipe, axis: int) -> Encoded:
     if isinstance(x, ScaledArray):
         return _encode_scaled(x, recipe, axis)
     rows = rows_view(x, axis)
-    form = form_of(recipe, *rows.shape)
+    form = form_of(recipe, rows.shape[0], rows.shape[1])
     if x.dtype.itemsize == 1:
         return Encoded(_fitted(rows, form), torch.ones(form.scale, dtype=torch.float32, device=x.device))
-    rows = aligned(rows if 1 in rows.stride() else rows.contiguous())
+    rows = _dense(rows)
     with torch.cuda.device(x.device):
-        quantizer = Quantizer(form, _name(x.dtype), tuple(rows.stride()))
-        dtype = torch.float8_e4m3fn if recipe.dtype == "e4m3" else torch.float8_e5m2
-        data = torch.empty((form.rows, form.padded_k), dtype=dtype, device=x.device)
-        scale = torch.empty(form.scale, dtype=_scale_dtype(recipe), device=x.device)
+        quantizer = Quantizer(form, _name(rows.dtype), (rows.stride(0), rows.stride(1)), OF_A)
+        data = torch.empty((form.rows, form.padded_k), dtype=STORED[recipe.dtype], device=x.device)
+        scale = torch.empty(form.stored_scale, dtype=_scale_dtype(recipe), device=x.device)
         partial = torch.empty(max(quantizer.partial_bytes, 1), dtype=torch.uint8, device=x.device)
         counters = torch.zeros(max(quantizer.counters, 1), dtype=torch.int32, device=x.device)
-        spaces = (rows, data, scale, partial, counters)
-        quantizer(_current_stream(x.device.index), [space.data_ptr() for space in spaces])
+        addresses = [space.data_ptr() for space in (data, scale, rows, partial, counters)]
+        for launch in quantizer.launches:
+            launch(_current_stream(x.device.index), addresses)
     return Encoded(data, scale)
 
 
@@ -177,58 +212,29 @@ def _scale_dtype(recipe: ScalingRecipe) -> torch.dtype:
 
 
 def _encode_scaled(x: ScaledArray, recipe: ScalingRecipe, axis: int) -> Encoded:
-    rows, scale = rows_view(x.data, axis), x.scale if axis == -1 else x.scale.mT
-    form = form_of(recipe, *rows.shape)
-    if recipe.granularity == "tensor":
-        return Encoded(_fitted(rows, form), scale.reshape(1, 1))
-    scale = scale.reshape(-1, scale.shape[-1])
+    rows = rows_view(x.data, axis)
+    form = form_of(recipe, rows.shape[0], rows.shape[1])
+    scale = rows_view(x.scale, axis)
+    if recipe.scale_dtype == "e8m0":
+        scale = scale.view(torch.uint8)  # torch copies no e8m0 into strides
     if form.along_rows:
-        laid = scale.new_zeros(form.scale)
-        laid[:, : form.rows] = scale.t()
-        return Encoded(_fitted(rows, form), laid)
-    return Encoded(_fitted(rows, form), scale.contiguous())
+        stored = scale.new_zeros(form.stored_scale)
+        stored[:, : form.rows] = scale.t()
+        scale = stored
+    return Encoded(_fitted(rows, form), _dense(scale.contiguous()))
 
 
 def _fitted(rows: Tensor, form: Form) -> Tensor:
     """Return FP8 values K-major with k padded: themselves where they are, else a copy."""
     shape = (form.rows, form.padded_k)
-    if tuple(rows.shape) == shape and rows.is_contiguous():
-        return aligned(rows)
+    if tuple(rows.shape) == shape and rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+        return rows
     out = torch.zeros(shape, dtype=torch.uint8, device=rows.device)
     out[:, : form.k] = rows.view(torch.uint8)
     return out.view(rows.dtype)
 
 
-class _Side:
-    """One operand of a plan: how it gets from what the caller gives to addresses of values and scales."""
-
-    def __init__(self, problem: Problem, operand: Operand, axis: int, outer: int) -> None:
-        assert problem.recipe is not None
-        self.axis = axis
-        self.recipe = problem.recipe.a if axis == -1 else problem.recipe.b
-        self.dtype = operand.dtype
-        self.prepared = operand.prepared
-        self.encodes = operand.recipe is not None or operand.dtype in FP8_DTYPES
-        self.form = form_of(self.recipe, math.prod(operand.batch) * outer, problem.k)
-        self.quantizes = not self.prepared and not self.encodes
-        self.data_at = 0
-        self.scale_at = _up(self.form.data_bytes, ALIGNMENT)
-        self.partial_at = self.scale_at + _up(self.form.scale_bytes, ALIGNMENT)
-        self._by_strides: dict[tuple[int, int], Quantizer] = {}
-
-    def quantizer(self, strides: tuple[int, int]) -> Quantizer:
-        """Return the launches for an operand of these strides, bound when they are first met."""
-        found = self._by_strides.get(strides)
-        if found is None:
-            found = self._by_strides[strides] = Quantizer(self.form, self.dtype, strides)
-        return found
-
-    def space(self, quantizer: Quantizer) -> int:
-        """Return the bytes of workspace that the operand takes."""
-        return self.partial_at + _up(quantizer.partial_bytes, ALIGNMENT)
-
-
-class _Counters:
+class Counters:
     """Zeroed int32 counters, kept for each stream: on one stream no two launches run at once.
 
     Those of a captured graph are its own, and zeroed in it: it may be replayed beside its stream.
@@ -240,110 +246,387 @@ class _Counters:
 
     def on(self, stream: int) -> Tensor:
         """Return the counters for a launch on `stream`."""
-        if _capturing():
-            return torch.zeros(self.count, dtype=torch.int32, device=self.device)
-        found = self._by_stream.get(stream)
+        found = None if _capturing() else self._by_stream.get(stream)
         if found is None:
             found = torch.zeros(self.count, dtype=torch.int32, device=self.device)
-            self._by_stream[stream] = found
+            if not _capturing():
+                self._by_stream[stream] = found
         return found
 
 
-class Product:
-    """The product of one problem by one config. What it launches was compiled when it was made."""
+class _Side:
+    """One operand of a plan: whether a call quantizes it, and into which form."""
+
+    def __init__(self, problem: Problem, operand: Operand, axis: int, outer: int) -> None:
+        assert problem.recipe is not None
+        self.axis, self.dtype = axis, operand.dtype
+        self.recipe = problem.recipe.a if axis == -1 else problem.recipe.b
+        self.prepared = operand.prepared
+        self.quantizes = not operand.prepared and operand.recipe is None and operand.dtype not in FP8_DTYPES
+        self.count = entries(problem, operand)
+        self.form = form_of(self.recipe, self.count * outer, problem.k)
+        self.expands = self.count != math.prod(operand.batch)
+        self.slots = OF_A if axis == -1 else OF_B
+
+    def encoded(self, x: Any) -> Encoded:
+        """Return what `prepare` made, or make it of raw FP8 or a ScaledArray."""
+        made: Encoded = x if self.prepared else encode(x, self.recipe, self.axis)
+        return made
+
+
+def entries(problem: Problem, operand: Operand) -> int:
+    """Return how many matrices of an operand the kernel sees: one, or one for each batch entry of the product."""
+    return 1 if math.prod(operand.batch) == 1 else math.prod(problem.batch)
+
+
+class _Steps(NamedTuple):
+    """What one call launches before the product, for operands of some strides, and the workspace for it.
+
+    offsets: of each slot in the workspace, 0 for what is elsewhere. counters: each with its slot.
+    """
+
+    launches: list[Bound]
+    offsets: list[int]
+    size: int
+    counters: list[tuple[int, Counters]]
+
+
+class Kernel(NamedTuple):
+    """The product's own launch, and the workspace that it needs: bytes of partial sums, and counters."""
+
+    launch: Bound
+    partial_bytes: int
+    counters: Counters | None
+
+
+class ScaledProduct:
+    """One problem with a recipe, by one config: `product(a, b, bias)`."""
 
     def __init__(self, problem: Problem, config: names.Config) -> None:
         self.problem, self.config = problem, config
-        self.device = torch.device(problem.device)
-        self.index = self.device.index or 0
         self.room = framework("torch")
-        self.out_dtype = self.room.dtype(problem.out_dtype)
-        self.out_shape = (*problem.batch, problem.m, problem.n)
-        self.sides = None
-        if problem.recipe is not None:
-            self.sides = (
-                _Side(problem, problem.a, -1, problem.m),
-                _Side(problem, problem.b, -2, problem.n),
-            )
-        self.fused, self.partials, count = self._bind(problem.out_dtype, problem.bias, problem.activation)
-        self.counters = _Counters(count, self.device) if count else None
-        self._wide: launching.Bound | None = None
-        self._by_strides: dict[Any, tuple[Any, ...]] = {}
+        self.device = torch.device(problem.device)
+        self.left = _Side(problem, problem.a, -1, problem.m)
+        self.right = _Side(problem, problem.b, -2, problem.n)
+        a, b = _values(self.left, problem.m), _values(self.right, problem.n)
+        self._operands = a, b, _scales(self.left, a), _scales(self.right, b)
+        self._kernel = self._bind(problem.out_dtype, problem.bias, problem.activation)
+        self._wide: Kernel | None = None
+        self._by_strides: dict[Any, _Steps] = {}
 
-    def _bind(self, out: str, bias: str | None, activation: str | None) -> tuple[launching.Bound, int, int]:
-        """Return the bound kernel, and the bytes of partial sums and the counters that it needs."""
-        problem, config = self.problem, self.config
-        m, n = problem.m, problem.n
-        if self.sides is None:
-            a = self._plain(A, problem.a, m)
-            b = self._plain(B, problem.b, n)
-            scales: tuple[Any, Any] = (None, None)
+    def _bind(self, out: str, bias: str | None, activation: str | None) -> Kernel:
+        a, b, scale_a, scale_b = self._operands
+        return bind_kernel(self.problem, self.config, a, b, scale_a, scale_b, out, bias, activation)
+
+    def wide(self) -> Kernel:
+        """Return the kernel that leaves float32 and no epilogue, for a bias that the kernel cannot add."""
+        if self._wide is None:
+            self._wide = self._bind("float32", None, None)
+        return self._wide
+
+    def steps(self, strides_a: Any, strides_b: Any) -> _Steps:
+        """Return what quantizes operands of these strides, bound when they are first met; None for encoded ones."""
+        found = self._by_strides.get((strides_a, strides_b))
+        if found is None:
+            found = self._by_strides[strides_a, strides_b] = self._made(strides_a, strides_b)
+        return found
+
+    def _made(self, strides_a: Any, strides_b: Any) -> _Steps:
+        of_b = None if strides_b is None else (strides_b[1], strides_b[0])
+        sides = [(side, strides) for side, strides in ((self.left, strides_a), (self.right, of_b)) if strides]
+        launches: list[Bound] = []
+        counters: list[tuple[int, Counters]] = []
+        offsets, size = [0] * SLOTS, 0
+
+        def place(slot: int, count: int) -> None:
+            nonlocal size
+            offsets[slot] = size
+            size += _up(count, ALIGNMENT)
+
+        for side, _ in sides:
+            place(side.slots.data, side.form.rows * side.form.padded_k)
+            place(side.slots.scale, side.form.scale_bytes)
+        joint = None
+        if len(sides) == 2:
+            forms, dtypes, strides = zip(*((side.form, side.dtype, stride) for side, stride in sides), strict=True)
+            joint = quantized_together(forms, dtypes, strides)
+        if joint is not None:
+            launch, partial_bytes, count = joint
+            launches.append(launch)
+            place(JOINT_PARTIAL, partial_bytes)
+            counters += [(JOINT_COUNTER, Counters(count, self.device))] if count else []
         else:
-            left, right = self.sides
-            a = self._encoded(A, left.form, problem.a, m)
-            b = self._encoded(B, right.form, problem.b, n)
-            scales = (self._scale(SCALE_A, left.form, a), self._scale(SCALE_B, right.form, b))
-        c = Array(OUT, TYPES[out], (*self._batch(), m, n))
-        extra = None if bias is None else Array(BIAS, TYPES[bias], (n,))
-        operands = (a, b, c, *scales, extra)
-        programs = torch.cuda.get_device_properties(self.index).multi_processor_count
-        promoted = problem.accumulation == "promoted"
-        if config.schedule in names.HOPPER_SCHEDULES:
-            launch = gluon_gemm.gemm_launch(
-                *operands,
-                config=gluon_config(config, out),
-                promoted=promoted,
-                blocks=left_blocks(problem),
-                activation=activation or "none",
-                by_tma=n * c.element_size() % 16 == 0,
-                programs=programs,
+            for side, strides in sides:
+                quantizer = Quantizer(side.form, side.dtype, strides, side.slots)
+                launches += quantizer.launches
+                place(side.slots.partial, quantizer.partial_bytes)
+                count = quantizer.counters
+                counters += [(side.slots.counter, Counters(count, self.device))] if count else []
+        return _Steps(launches, offsets, size, counters)
+
+    def call(self) -> Plan:
+        """Return the product as a function."""
+        problem, left, right, device = self.problem, self.left, self.right, self.device
+        index, quantizes_a, quantizes_b = device.index or 0, left.quantizes, right.quantizes
+        shape, out_dtype = (*problem.batch, problem.m, problem.n), self.room.dtype(problem.out_dtype)
+        known, kernel, batch = self._by_strides, self._kernel, problem.batch
+        (a_data, a_scale, a_x, *_), (b_data, b_scale, b_x, *_) = OF_A, OF_B
+        empty, uint8 = torch.empty, torch.uint8
+
+        def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
+            if quantizes_a and a.ndim != 2:
+                a = rows_view(a.expand(*batch, *a.shape[-2:]) if left.expands else a, -1)
+            if quantizes_b and b.ndim != 2:
+                b = rows_view(b.expand(*batch, *b.shape[-2:]) if right.expands else b, -2).t()
+            return run(a, b, bias)
+
+        def run(a: Any, b: Any, bias: Tensor | None) -> Tensor:
+            """Multiply what is 2-D or encoded."""
+            stream = _current_stream(index)
+            strides = a.stride() if quantizes_a else None, b.stride() if quantizes_b else None
+            steps = known.get(strides)
+            if steps is None:
+                if any(stride is not None and 1 not in stride for stride in strides):
+                    return run(_dense(a) if quantizes_a else a, _dense(b) if quantizes_b else b, bias)
+                steps = self.steps(*strides)
+            keep: list[Any] = []
+            addresses = steps.offsets
+            if steps.size:
+                keep.append(space := empty(steps.size, dtype=uint8, device=device))
+                base = space.data_ptr()
+                addresses = [base + offset for offset in addresses]
+            else:
+                addresses = addresses.copy()
+            if quantizes_a:
+                addresses[a_x] = address = a.data_ptr()
+                if address & 15:
+                    return run(_dense(a), b, bias)
+            else:
+                keep.append(made := left.encoded(a))
+                addresses[a_data], addresses[a_scale] = made.matrix.data_ptr(), made.scale.data_ptr()
+            if quantizes_b:
+                addresses[b_x] = address = b.data_ptr()
+                if address & 15:
+                    return run(a, _dense(b), bias)
+            else:
+                keep.append(made := right.encoded(b))
+                addresses[b_data], addresses[b_scale] = made.matrix.data_ptr(), made.scale.data_ptr()
+            for slot, counters in steps.counters:
+                keep.append(zeros := counters.on(stream))
+                addresses[slot] = zeros.data_ptr()
+            for launch in steps.launches:
+                launch(stream, addresses)
+            if bias is None or _fusable(bias, problem.n):
+                return finish(kernel, stream, addresses, out_dtype, bias)
+            return self.room.epilogue(
+                finish(self.wide(), stream, addresses, torch.float32, None), problem, bias
+            ).contiguous()
+
+        def finish(
+            kernel: Kernel, stream: int, addresses: list[int], dtype: torch.dtype, bias: Tensor | None
+        ) -> Tensor:
+            out = empty(shape, dtype=dtype, device=device)
+            addresses[OUT] = out.data_ptr()
+            if bias is not None:
+                addresses[BIAS] = bias.data_ptr()
+            if kernel.counters is not None:
+                partials = empty(kernel.partial_bytes, dtype=uint8, device=device)
+                zeros = kernel.counters.on(stream)
+                addresses[PARTIALS], addresses[COUNTERS] = partials.data_ptr(), zeros.data_ptr()
+            kernel.launch(stream, addresses)
+            return out
+
+        return product
+
+
+def _fusable(bias: Tensor, n: int) -> bool:
+    return bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0
+
+
+def _values(side: _Side, outer: int) -> Array:
+    count = side.count
+    shape = (count, outer, side.form.padded_k) if count > 1 else (outer, side.form.padded_k)
+    return Array(side.slots.data, FORMATS[side.recipe.dtype], shape)
+
+
+def _scales(side: _Side, values: Array) -> Array:
+    form = side.form
+    dtype = tl.uint8 if form.recipe.scale_dtype == "e8m0" else tl.float32
+    if form.recipe.granularity == "tensor":
+        return Array(side.slots.scale, dtype, (1,))
+    if form.recipe.granularity == "row":
+        return Array(side.slots.scale, dtype, values.shape[:-1])
+    if values.ndim == 2:
+        return Array(side.slots.scale, dtype, form.scale, form.scale_strides)
+    # Blocks of one row: those of a batch entry follow the ones before it.
+    count, outer, _ = values.shape
+    row, step = form.scale_strides
+    return Array(side.slots.scale, dtype, (count, outer, form.scale[1]), (outer * row, row, step))
+
+
+def bind_kernel(
+    problem: Problem,
+    config: names.Config,
+    a: Array,
+    b: Array,
+    scale_a: Array | None,
+    scale_b: Array | None,
+    out: str,
+    bias: str | None,
+    activation: str | None,
+) -> Kernel:
+    """Return the product's kernel, compiled for the problem's device, which is current."""
+    m, n, device = problem.m, problem.n, torch.device(problem.device)
+    count = math.prod(problem.batch)
+    c = Array(OUT, TYPES[out], (count, m, n) if count > 1 else (m, n))
+    operands = a, b, c, scale_a, scale_b, None if bias is None else Array(BIAS, TYPES[bias], (n,))
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    promoted, recipe = problem.accumulation == "promoted", problem.recipe
+    by_block = recipe is not None and recipe.a.granularity not in ("tensor", "row")
+    if config.schedule in names.HOPPER_SCHEDULES:
+        if by_block:
+            assert scale_a is not None
+            operands = (
+                a,
+                b,
+                c,
+                Array(scale_a.slot, scale_a.dtype, scale_a.shape[::-1], scale_a.strides[::-1]),
+                *operands[4:],
             )
-            return launching.bind(*launch), 0, 0
-        blocks = block_of(problem)
-        tile = {"block_m": config.block_m, "block_n": config.block_n, "block_k": config.block_k}
-        shared = {**tile, "stages": config.stages, "promoted": promoted, "activation": activation, "block": blocks}
-        if config.schedule in (names.DECODE, names.DECODE_POINTERS):
-            batch = math.prod(problem.batch)
-            floats, count = triton_decode.decode_workspace(
-                m, n, batch, block_m=config.block_m, block_n=config.block_n, splits=config.splits
+        made = gluon_gemm.gemm_launch(
+            *operands,
+            config=hopper_config(config, a.element_size(), c.element_size()),
+            promoted=promoted,
+            blocks=by_block,
+            activation=activation,
+            programs=programs,
+        )
+        return Kernel(launching.bind(*made), 0, None)
+    extents = _extents(problem) if by_block and config.schedule != names.MX else None
+    shared: dict[str, Any] = {"block_m": config.block_m, "block_n": config.block_n, "block_k": config.block_k}
+    shared |= {"stages": config.stages, "activation": activation}
+    if config.schedule in (names.DECODE, names.DECODE_POINTERS):
+        floats, counters = triton_decode.decode_workspace(
+            m, n, count, block_m=config.block_m, block_n=config.block_n, splits=config.splits
+        )
+        space = (Array(PARTIALS, tl.float32, (floats,)), Array(COUNTERS, tl.int32, (counters,))) if counters else None
+        by_tma = config.schedule == names.DECODE
+        launch = triton_decode.decode_launch(
+            *operands,
+            space,
+            **shared,
+            promoted=promoted,
+            block=extents,
+            splits=config.splits,
+            warps=config.warps,
+            tma=by_tma,
+            dependent=by_tma,
+        )
+        return Kernel(launching.bind(*launch), 4 * floats, Counters(counters, device) if counters else None)
+    shared |= {"group": 8, "warps": 8 if config.block_m * config.block_n >= 1 << 14 else 4, "programs": programs}
+    if config.schedule == names.MX:
+        return Kernel(launching.bind(*triton_mx_gemm.mx_gemm_launch(*operands, **shared)), 0, None)
+    shared |= {"epilogue_halves": 2 if config.block_n == 256 else 1, "promoted": promoted, "block": extents}
+    persistent = config.schedule == names.PERSISTENT
+    launch_of = triton_gemm.gemm_launch if persistent else triton_gemm.gemm_pointer_launch
+    return Kernel(launching.bind(*launch_of(*operands, **shared)), 0, None)
+
+
+def _extents(problem: Problem) -> tuple[int, int, int]:
+    """Return how many rows of a, rows of b and values of k share a scale."""
+    assert problem.recipe is not None
+    (rows_a, width), (rows_b, _) = problem.recipe.a.block(1, 1), problem.recipe.b.block(1, 1)
+    return rows_a, rows_b, width
+
+
+def hopper_config(config: names.Config, itemsize: int, out_itemsize: int) -> gluon_gemm.Config:
+    """Return the Hopper kernel's config: as many stages and as few slices of the output as shared memory holds."""
+    pingpong = config.schedule == names.PINGPONG
+    consumers = 1 if config.schedule == names.ONE_CONSUMER else 2
+    group = max(4, 1024 // config.block_m)
+    for stages in range(config.stages, 1, -1):
+        for slices in (1, 2, 4) if consumers == 1 else (2, 4):
+            found = gluon_gemm.Config(
+                config.block_m, config.block_n, config.block_k, stages, consumers, pingpong, slices, group
             )
-            space = (Array(PARTIALS, tl.float32, (floats,)), Array(COUNTERS, tl.int32, (count,))) if count else None
-            made = triton_decode.decode_launch(
-                *operands,
-                space,
-                **shared,
-                splits=config.splits,
-                warps=config.warps,
-                tma=config.schedule == names.DECODE,
-            )
-            return launching.bind(*made), 4 * floats, count
-        warps = 8 if config.block_m * config.block_n >= 128 * 128 else 4
-        if config.schedule == names.MX:
-            del shared["promoted"], shared["block"]
-            made = triton_mx_gemm.mx_gemm_launch(*operands, **shared, group=8, warps=warps, programs=programs)
+            if found.shared_bytes(itemsize, out_itemsize) <= gluon_gemm.SHARED_LIMIT:
+                return found
+    raise ValueError(f"{config} needs more than {gluon_gemm.SHARED_LIMIT} bytes of shared memory")
+
+
+def lossless(problem: Problem, config: names.Config) -> Plan:
+    """Return the product of 16-bit operands as they are; what TMA cannot read is copied first."""
+    room, device = framework("torch"), torch.device(problem.device)
+    index, out_dtype = device.index or 0, room.dtype(problem.out_dtype)
+    shape, n = (*problem.batch, problem.m, problem.n), problem.n
+    bound: dict[Any, Kernel] = {}
+
+    def kernel_for(a: Tensor, b: Tensor, out: str, bias: str | None, activation: str | None) -> Kernel:
+        key = a.shape, a.stride(), b.shape, b.stride(), out
+        if (found := bound.get(key)) is None:
+            left = Array(OF_A.data, TYPES[problem.a.dtype], a.shape, a.stride())
+            right = Array(OF_B.data, TYPES[problem.b.dtype], b.shape, b.stride())
+            found = bound[key] = bind_kernel(problem, config, left, right, None, None, out, bias, activation)
+        return found
+
+    def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        if a.ndim > 2 and entries(problem, problem.a) != math.prod(a.shape[:-2]):
+            a = a.expand(*problem.batch, *a.shape[-2:])
+        if b.ndim > 2 and entries(problem, problem.b) != math.prod(b.shape[:-2]):
+            b = b.expand(*problem.batch, *b.shape[-2:])
+        left, right = _k_major(a), _k_major(b.mT)
+        fused = bias is None or _fusable(bias, n)
+        if fused:
+            kernel = kernel_for(left, right, problem.out_dtype, problem.bias, problem.activation)
         else:
-            launch_of = triton_gemm.gemm_launch if config.schedule == names.PERSISTENT else triton_gemm.gemm_pointer_launch
-            made = launch_of(*operands, **shared, group=8, warps=warps, programs=programs)
-        return launching.bind(*made), 0, 0
+            kernel = kernel_for(left, right, "float32", None, None)
+        out = torch.empty(shape, dtype=out_dtype if fused else torch.float32, device=device)
+        addresses = [0] * SLOTS
+        addresses[OF_A.data], addresses[OF_B.data], addresses[OUT] = left.data_ptr(), right.data_ptr(), out.data_ptr()
+        if fused and bias is not None:
+            addresses[BIAS] = bias.data_ptr()
+        stream = _current_stream(index)
+        if kernel.counters is not None:
+            partials, zeros = (
+                torch.empty(kernel.partial_bytes, dtype=torch.uint8, device=device),
+                kernel.counters.on(stream),
+            )
+            addresses[PARTIALS], addresses[COUNTERS] = partials.data_ptr(), zeros.data_ptr()
+        kernel.launch(stream, addresses)
+        finished: Tensor = out if fused else room.epilogue(out, problem, bias).contiguous()
+        return finished
 
-    def _batch(self) -> tuple[int, ...]:
-        batch = self.problem.batch
-        return (math.prod(batch),) if batch else ()
+    return product
 
-    def _encoded(self, slot: int, form: Form, operand: Operand, outer: int) -> Array:
-        count = math.prod(operand.batch)
-        shape = (count, outer, form.padded_k) if count > 1 else (outer, form.padded_k)
-        return Array(slot, FORMATS[form.recipe.dtype], shape)
 
-    def _plain(self, slot: int, operand: Operand, outer: int) -> Array:
-        count = math.prod(operand.batch)
-        shape = (count, outer, self.problem.k) if count > 1 else (outer, self.problem.k)
-        return Array(slot, TYPES[operand.dtype], shape)
+def _k_major(x: Tensor) -> Tensor:
+    """Return (*batch, rows, k) as ([batch,] rows, k) that TMA can read: rows 16 bytes apart and aligned."""
+    if x.ndim > 2:
+        x = x.reshape(-1, *x.shape[-2:])
+        x = x[0] if x.shape[0] == 1 else x
+    step = 16 // x.element_size()
+    strides = x.stride()
+    if strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    k = x.shape[-1]
+    padded = x.new_zeros((*x.shape[:-1], _up(k, step))) if k % step else x.new_empty(x.shape)
+    padded[..., :k] = x
+    return padded[..., :k]
 
-    def _scale(self, slot: int, form: Form, values: Array) -> Array:
-        dtype = tl.uint8 if form.recipe.scale_dtype == "e8m0" else tl.float32
-        if form.recipe.granularity in ("tensor", "row"):
-            per_batch = values.shape[:-2] if form.recipe.granularity == "row" else ()
-            rows = values.shape[-2] if form.recipe.granularity == "row" else 1
-            return Array(slot, dtype, (*per_batch, rows))
-        return Array(slot, dtype, form.scale)
+
+def plan(problem: Problem, config: names.Config) -> Plan:
+    """Return a callable that quantizes what is not quantized, multiplies, and adds bias and activation."""
+    device = torch.device(problem.device)
+    with torch.cuda.device(device):
+        product = lossless(problem, config) if problem.recipe is None else ScaledProduct(problem, config).call()
+    return product if torch.cuda.device_count() < 2 else _on(device, product)
+
+
+def _on(device: torch.device, product: Callable[..., Tensor]) -> Plan:
+    """Return `product` run with `device` current: what is bound later is bound there."""
+
+    def guarded(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
+        with torch.cuda.device(device):
+            return product(a, b, bias)
+
+    return guarded

@@ -34,12 +34,16 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What one module may import: libraries, and modules of `dispatch` (`x.*`: x and all below it)."""
+    """What one module may import: libraries, and modules of `dispatch` (`x.*`: x and all below it).
+
+    never_at_the_top: those of its modules that it may only import lazily.
+    """
 
     libraries: frozenset[str] = frozenset()
     lazy_libraries: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     lazy_modules: tuple[str, ...] = ()
+    never_at_the_top: tuple[str, ...] = ()
 
 
 def imports(source: str, module: str, package: bool = False) -> Iterator[Import]:
@@ -118,15 +122,12 @@ def allowed(module: str) -> Allowed:
         case "plugins":
             # A module whose name starts with _ is shared by plugins and is none itself. One named for a framework too,
             # _cublas_torch, is imported inside prepare() and plan() alone, and may have at its top what they may have.
-            shared = [path.stem for path in FOLDERS["dispatch.plugins"].glob("_*.py") if path.stem != "__init__"]
-            bound = [stem for stem in shared if stem.rpartition("_")[2] in FRAMEWORKS]
-            light = tuple(f"dispatch.plugins.{stem}" for stem in shared if stem not in bound)
-            if name in bound:
-                room = FRAMEWORKS[name.rpartition("_")[2]]
-                return Allowed(numeric | room | {"triton"}, frameworks, ("dispatch", *light, "dispatch.kernels.*"))
-            modules = ("dispatch", *light, f"dispatch.plugins.{name}.*")
-            inside = ("dispatch.kernels.*", *(f"dispatch.plugins.{stem}" for stem in bound))
-            return Allowed(numeric, frameworks | {"triton"}, modules, inside)
+            modules = ("dispatch", "dispatch.plugins._*", f"dispatch.plugins.{name}.*")
+            room = FRAMEWORKS.get(name.rpartition("_")[2]) if name.startswith("_") else None
+            if room is not None:
+                return Allowed(numeric | room | {"triton"}, frameworks, (*modules, "dispatch.kernels.*"))
+            inside = tuple(f"dispatch.plugins._*_{x}" for x in FRAMEWORKS)
+            return Allowed(numeric, frameworks | {"triton"}, modules, ("dispatch.kernels.*",), inside)
         case "kernels":
             return Allowed(numeric | {"jax", "triton"}, frozenset({"torch"}), (own,))
     rooms = ("measuring", "quantization", "registry", "remembering", "policies")
@@ -156,6 +157,7 @@ def violations(source: str, module: str, package: bool = False) -> list[str]:
             continue
         if root == "dispatch":
             fine = _matches(item.target, rule.modules) or (item.lazy and _matches(item.target, rule.lazy_modules))
+            fine = fine and (item.lazy or not _matches(item.target, rule.never_at_the_top))
         else:
             fine = root in rule.libraries or (item.lazy and root in rule.lazy_libraries)
         if not fine:
@@ -224,6 +226,7 @@ WRONG = {
     "a plugin imports another, relatively": ("dispatch.plugins.x", "from .y_gemm import BACKEND"),
     "a plugin imports a private module": ("dispatch.plugins.x", "from dispatch._problem import Problem"),
     "a plugin imports a private module, from the top": ("dispatch.plugins.x", "from dispatch import _problem"),
+    "a plugin imports what is bound to a framework": ("dispatch.plugins.x", "import dispatch.plugins._x_torch"),
     "a plugin imports a room": ("dispatch.plugins.x", "from dispatch.frameworks import framework"),
     "a plugin imports a room, from the top": ("dispatch.plugins.x", "from dispatch import frameworks"),
     "a kernel imports torch at its top": ("dispatch.kernels.x", "import torch"),
@@ -258,6 +261,8 @@ RIGHT = {
     "a plugin uses public names": ("dispatch.plugins.x", "from dispatch import Problem, Rejection"),
     "a plugin is lazy": ("dispatch.plugins.x", "def plan():\n    import torch\n    from dispatch.kernels import y"),
     "a plugin's types": ("dispatch.plugins.x", "if TYPE_CHECKING:\n    import torch"),
+    "what is bound to a framework": ("dispatch.plugins._x_torch", "import torch\nfrom dispatch.kernels import y"),
+    "a plugin imports what is bound lazily": ("dispatch.plugins.x", "def f():\n    import dispatch.plugins._x_torch"),
     "plugins share a private module": ("dispatch.plugins.x", "from dispatch.plugins._padding import pad"),
     "a kernel imports its DSL": ("dispatch.kernels.x", "import triton.language as tl\nimport jax.experimental.pallas"),
     "a kernel is launched on torch tensors": ("dispatch.kernels.x", "def launch(a):\n    import torch"),

@@ -1,0 +1,163 @@
+"""GEMM kernels of our own in Triton and Gluon: FP8 with every recipe, and 16-bit products that cuBLAS is slow at.
+
+On sm90 operands and results move by TMA and warps are specialized; sm100, sm103 and sm120 run the kernels of plain
+Triton, sm89 those without TMA. Only sm90 was measured; the others are compiled in the tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from dispatch.plugins import _triton_configs as names
+
+from dispatch import (
+    FORMATS,
+    FP8_DTYPES,
+    Capability,
+    Operand,
+    Plan,
+    Problem,
+    RecipePair,
+    Rejection,
+    ScalingRecipe,
+    closest,
+    hookimpl,
+)
+
+_HOPPER = ("sm90",)
+_OTHERS = ("sm89", "sm100", "sm103", "sm120")
+_BLACKWELL = ("sm100", "sm103", "sm120")
+_FLOATS = ("bfloat16", "float16", "float32")
+_SIXTEEN_BIT = ("bfloat16", "float16")
+_FORMATS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
+_WHOLE = tuple(RecipePair.parse(f"{a}:{x}@{b}:{x}") for x in ("row", "tensor") for a, b in _FORMATS)
+_BLOCKS = tuple(RecipePair.parse(x) for x in ("e4m3:1x128@e4m3:128x128", "e4m3:128x128", "e4m3:64x64", "e4m3:32x32"))
+_MX = tuple(RecipePair.parse(f"{a}:1x32:e8m0@{b}:1x32:e8m0") for a, b in _FORMATS)
+ODD = 8
+"""n and k that are all multiples of this are left to cuBLAS where nothing is quantized: it is as fast there."""
+
+
+def _fp8(archs: Sequence[str], recipes: Sequence[RecipePair], **limits: Any) -> Capability:
+    values = {"accumulations": ("fast", "promoted"), **limits}
+    return Capability(
+        frameworks=("torch",),
+        archs=tuple(archs),
+        recipes=tuple(recipes),
+        dtypes=(*_FLOATS, "float8_e4m3fn", "float8_e5m2"),
+        out_dtypes=_FLOATS,
+        status="measured" if tuple(archs) == _HOPPER else "compiled",
+        **values,
+    )
+
+
+def _sixteen_bit(archs: Sequence[str]) -> Capability:
+    status = "measured" if tuple(archs) == _HOPPER else "compiled"
+    return Capability(("torch",), tuple(archs), _SIXTEEN_BIT, _FLOATS, status=status)
+
+
+CAPABILITIES = (
+    _fp8(_HOPPER, _WHOLE),
+    _fp8(_HOPPER, _BLOCKS, accumulations=("promoted",), batched=False),
+    _sixteen_bit(_HOPPER),
+    _fp8(_OTHERS, _WHOLE),
+    _fp8(_OTHERS, _BLOCKS, accumulations=("promoted",), batched=False),
+    _fp8(_BLACKWELL, _MX, accumulations=("fast",), batched=False),
+    _sixteen_bit(_OTHERS),
+)
+
+
+class TritonBackend:
+    """FP8 by tensor, row, block and MX scales; 16-bit products of odd sizes without loss."""
+
+    name = "triton_tma_fp8"
+    capabilities: Sequence[Capability] = CAPABILITIES
+
+    def rejections(self, problem: Problem) -> list[Rejection]:
+        """Return every reason why it cannot run the problem with its recipe."""
+        if problem.framework != "torch":
+            return [Rejection("framework", problem.framework, "torch")]
+        if not any(x.runs_on(problem.arch) for x in CAPABILITIES):
+            return [Rejection("arch", problem.arch, "sm89, sm90, sm100, sm103 or sm120: a GPU with FP8 tensor cores")]
+        able = [x for x in CAPABILITIES if problem.recipe in x.recipes]
+        if not able:
+            known = dict.fromkeys(str(recipe or "none") for x in CAPABILITIES for recipe in x.recipes)
+            return [Rejection("recipe", str(problem.recipe), ", ".join(known))]
+        fitting = [x for x in able if x.runs_on(problem.arch)]
+        found = closest(fitting or able, problem)
+        if problem.empty:
+            found.append(Rejection("size", f"m={problem.m}, n={problem.n}, k={problem.k}", "at least one of each"))
+        if (reason := _triton_rejection()) is not None:
+            found.append(reason)
+        if (pair := problem.recipe) is None:
+            return found + _plain_rejections(problem)
+        for side, operand, recipe in (("a", problem.a, pair.a), ("b", problem.b, pair.b)):
+            found += _operand_rejections(side, operand, recipe)
+            if (operand.prepared or operand.encoded) and math.prod(operand.batch) not in (1, math.prod(problem.batch)):
+                found.append(Rejection(f"batch of {side}", str(operand.batch), f"none, or {problem.batch}"))
+        modes = dict.fromkeys(mode for x in fitting for mode in x.accumulations)
+        if problem.accumulation is not None and modes and problem.accumulation not in modes:
+            found.append(Rejection("accumulation", problem.accumulation, ", ".join(modes)))
+        return found
+
+    def configs(self, problem: Problem) -> list[str]:
+        """Return the names of the configs worth measuring, the likeliest first; none where it cannot run at all."""
+        return [] if self.rejections(problem) else [str(config) for config in names.configs(problem)]
+
+    def prepare(self, operand: Any, recipe: ScalingRecipe, *, axis: int) -> Any:
+        """Return a matrix quantized, K-major, as the kernels take it: an `Encoded` of torch."""
+        from dispatch.plugins._triton_torch import encode
+
+        return encode(operand, recipe, axis)
+
+    def plan(self, problem: Problem, config: str | None = None) -> Plan:
+        """Return the product's callable. Raises ValueError for a config that is none, or of another arch."""
+        from dispatch.plugins._triton_torch import plan
+
+        chosen = names.configs(problem)[0] if config is None else names.Config.parse(config)
+        if chosen.arch != problem.arch:
+            raise ValueError(f"triton_tma_fp8: config {config} is for {chosen.arch}; the problem is on {problem.arch}")
+        return plan(problem, chosen)
+
+
+def _operand_rejections(name: str, operand: Operand, recipe: ScalingRecipe) -> list[Rejection]:
+    if operand.recipe is not None:
+        wrong = operand.recipe != recipe
+        return [Rejection(name, f"quantized as {operand.recipe}", str(recipe))] if wrong else []
+    if operand.dtype in FP8_DTYPES and (FORMATS[recipe.dtype], "tensor") != (operand.dtype, recipe.granularity):
+        return [Rejection(name, f"{operand.dtype} without scales", f"what {recipe} quantizes, or a ScaledArray")]
+    return []
+
+
+def _plain_rejections(problem: Problem) -> list[Rejection]:
+    found = [
+        Rejection(name, str(x.recipe or x.dtype), "not quantized")
+        for name, x in (("a", problem.a), ("b", problem.b))
+        if x.encoded
+    ]
+    if problem.n % ODD == 0 and problem.k % ODD == 0:
+        found.append(Rejection("n and k", f"multiples of {ODD}", "an odd size: cuBLAS is as fast at even ones"))
+    return found
+
+
+def _triton_rejection() -> Rejection | None:
+    if not _has_triton():
+        return Rejection("triton", "not installed", "triton >= 3.6: pip install gemm-dispatch[triton]")
+    return None
+
+
+@cache
+def _has_triton() -> bool:
+    if "triton" in sys.modules:  # None there: blocked on purpose
+        return sys.modules["triton"] is not None
+    return importlib.util.find_spec("triton") is not None
+
+
+@hookimpl
+def dispatch_backends() -> list[TritonBackend]:
+    """Return the backend."""
+    return [TritonBackend()]

@@ -1,11 +1,15 @@
 """One-pass quantizers in Triton: bf16, fp16 or fp32 to e4m3 or e5m2 with one scale per row, column or tensor.
 
-All share these rules. amax is taken over finite values only; scale = clamp(amax / format max, 2**-126, float32 max) and
-decodes; a value is saturated times 1/scale. NaN stays NaN; Inf becomes NaN in e4m3, which has no Inf, and stays Inf in
-e5m2. The output is K-major and contiguous; where it is larger than the source, the rest is written with zeros (and the
-least scale), so that padding costs no pass of its own. The format is that of the output's dtype.
+All share these rules, and so do `triton_quantize_blocks`, `_columns` and `_many`. amax is taken over finite values
+only; scale = clamp(amax / format max, 2**-126, float32 max) and decodes; an e8m0 scale is that rounded up to a power of
+two. A value is saturated times 1/scale (the reference quantizer divides by the scale: where 1/scale is rounded, a value
+a few 2**-24 from the middle between two codes may take the other one). NaN stays NaN; Inf becomes NaN in e4m3, which
+has no Inf, and stays Inf in e5m2. The output is K-major and contiguous; where it is larger than the source, the rest is
+written with zeros (and the least scale), so that padding costs no pass of its own. The format is that of the output's
+dtype; scales are float32, or uint8 that hold e8m0.
 
-The functions below take anything that Triton takes as a pointer; strides are in elements.
+The functions below take anything that Triton takes as a pointer, with a shape and strides in elements. Those named
+`..._launch` return a launch without running it.
 """
 
 # Triton reads the signatures of jitted functions itself: only its own annotations belong there.
@@ -17,162 +21,138 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from dispatch.kernels.triton_quantize_common import (
+    SHIFT,
+    Launch,
+    encode,
+    magnitude,
+    scales_of,
+    store_scale,
+)
 
-LEAST_SCALE = tl.constexpr(2.0**-126)
-SHIFT = tl.constexpr(16)
-"""Sizes are passed to kernels larger by this: Triton makes an argument of 1 a constant, and 3.6 then evaluates a mask
-`i < 1` once for several i (found on an H200: padding of a source with one row was not zero)."""
 ROW_LIMIT = 16384
 """Columns up to which a row is kept in registers; longer ones are read twice, the second time from L2."""
+SAMPLE = tl.constexpr(16)
+"""Of so many neighbouring rows the guard's sums are taken of one."""
 TENSOR_PARTIALS = 512
 """Float32 values of workspace that `quantize_tensor` needs."""
-COLUMN_SPLITS = 16
-"""Rows of float32 workspace, as long as the source has columns, that `quantize_columns` needs for large sources."""
+
+
+def sampled_groups(rows: int) -> int:
+    """Return how many rows the guard's sums are taken of: one of every 16, and one of what is left."""
+    return -(-rows // int(SAMPLE.value))
 
 
 @triton.jit
-def _finite_magnitude(x):
-    magnitude = tl.abs(x)
-    return tl.where(magnitude < float("inf"), magnitude, 0.0)
+def sampled_row(offset, first, rows):
+    """Return which row of the group of `first` the guard's sums are taken of: the offset-th, or the last there is."""
+    return tl.minimum(first // SAMPLE * SAMPLE + (tl.load(offset) % SAMPLE + SAMPLE) % SAMPLE, rows - 1)
 
 
 @triton.jit
-def _scale_of(amax, out):
-    largest = 57344.0 if out.dtype.element_ty == tl.float8e5 else 448.0
-    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, largest, tl.float32)), LEAST_SCALE)
+def store_error_sums(x, out, sums, row, rows, cols, stride, inverse, block: tl.constexpr):
+    """Store the sums of the squares of a row's finite values and of their rounding errors, in units of its scale.
 
-
-@triton.jit
-def _encode(x, inverse, out):
-    """Return x * inverse in the dtype that `out` points to. The hardware's cast saturates Inf, so Inf is set apart."""
-    infinite = tl.abs(x) == float("inf")
-    if out.dtype.element_ty == tl.float8e5:
-        bits = (x * inverse).to(tl.float8e5).to(tl.uint8, bitcast=True)
-        infinity = tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8)
-        encoded = tl.where(infinite, infinity, bits).to(tl.float8e5, bitcast=True)
-    else:
-        encoded = tl.where(infinite, float("nan"), x * inverse).to(out.dtype.element_ty)
-    return encoded
-
-
-@triton.jit
-def quantize_rows_kernel(
-    x, out, scale, rows, cols, stride, out_rows, out_cols, block_rows: tl.constexpr, block_cols: tl.constexpr
-):
-    """Quantize `block_rows` rows, each whole in registers: one read, one write."""
-    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    col = tl.arange(0, block_cols)
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    row_scale = _scale_of(tl.max(_finite_magnitude(value), 1), out)
-    inverse = tl.div_rn(tl.full(row_scale.shape, 1.0, tl.float32), row_scale)
-    encoded = _encode(value, inverse[:, None], out)
-    written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
-    tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
-    tl.store(scale + row, row_scale, mask=row < out_rows)
-
-
-@triton.jit
-def quantize_long_rows_kernel(x, out, scale, rows, cols, stride, out_cols, block_cols: tl.constexpr):
-    """Quantize one row in two loops; the second read of it comes from L2."""
-    rows, cols, out_cols = rows - SHIFT, cols - SHIFT, out_cols - SHIFT
-    row = tl.program_id(0).to(tl.int64)
-    offset = tl.arange(0, block_cols)
-    source = x + row * stride
-    largest = tl.zeros((block_cols,), tl.float32)
-    for start in range(0, cols, block_cols):
-        inside = (start + offset < cols) & (row < rows)
-        value = tl.load(source + start + offset, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        largest = tl.maximum(largest, _finite_magnitude(value))
-    row_scale = _scale_of(tl.max(largest, 0, keep_dims=True), out)
-    inverse = tl.div_rn(tl.full(row_scale.shape, 1.0, tl.float32), row_scale)
-    for start in range(0, out_cols, block_cols):
-        inside = (start + offset < cols) & (row < rows)
-        value = tl.load(source + start + offset, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        encoded = _encode(value, inverse, out)
-        tl.store(out + row * out_cols + start + offset, encoded, mask=start + offset < out_cols)
-    tl.store(scale + row + tl.arange(0, 1), row_scale)
-
-
-@triton.jit
-def quantize_columns_kernel(
-    x, out, scale, rows, cols, stride, out_rows, out_cols, block_rows: tl.constexpr, block_cols: tl.constexpr
-):
-    """Quantize and transpose `block_cols` columns: x (rows, cols) to out (out_rows >= cols, out_cols >= rows).
-
-    The columns are read twice; the second read hits L2 while all that the running programs own fits in it.
+    The row is read and cast again, piece by piece: what all programs need registers for is then not more than without.
     """
-    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    offset = tl.arange(0, block_rows)
-    largest = tl.zeros((block_rows, block_cols), tl.float32)
-    for start in range(0, rows, block_rows):
-        row = start + offset
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
-        value = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        largest = tl.maximum(largest, _finite_magnitude(value))
-    col_scale = _scale_of(tl.max(largest, 0), out)
-    inverse = tl.div_rn(tl.full(col_scale.shape, 1.0, tl.float32), col_scale)
-    tl.store(scale + col, col_scale, mask=col < out_rows)
-    for start in range(0, out_cols, block_rows):
-        row = start + offset
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
-        value = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        encoded = tl.trans(_encode(value, inverse[None, :], out))
-        written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
-        tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
+    offsets = tl.arange(0, block)
+    square_sum = tl.zeros((block,), tl.float32)
+    error_sum = tl.zeros((block,), tl.float32)
+    for start in range(0, cols, block):
+        value = tl.load(x + row * stride + start + offsets, mask=start + offsets < cols, other=0.0).to(tl.float32)
+        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+        error = value * inverse - encode(value, inverse, out).to(tl.float32)
+        square_sum += value * inverse * (value * inverse)
+        error_sum += error * error
+    place = sums + row // SAMPLE
+    tl.store(place, tl.sum(square_sum, 0))
+    tl.store(place + tl.cdiv(rows, SAMPLE), tl.sum(error_sum, 0))
 
 
 @triton.jit
-def column_amax_kernel(
-    x, partial, rows, cols, stride, rows_per_split, block_rows: tl.constexpr, block_cols: tl.constexpr
-):
-    """Store the finite amax of each column over one split of the rows in partial[split, column]."""
-    rows, cols = rows - SHIFT, cols - SHIFT
-    col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    first = tl.program_id(1) * rows_per_split
-    largest = tl.zeros((block_rows, block_cols), tl.float32)
-    for start in range(first, first + rows_per_split, block_rows):
-        row = start + tl.arange(0, block_rows)
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
-        largest = tl.maximum(largest, _finite_magnitude(tl.load(source, mask=inside, other=0.0).to(tl.float32)))
-    tl.store(partial + tl.program_id(1).to(tl.int64) * cols + col, tl.max(largest, 0), mask=col < cols)
-
-
-@triton.jit
-def scale_columns_kernel(
+def quantize_row_tile(
     x,
-    partial,
     out,
     scale,
+    sums,
+    offset,
+    tile,
     rows,
     cols,
     stride,
     out_rows,
     out_cols,
-    splits: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Scale, cast and transpose one tile of x (rows, cols), given the partial maxima of its columns."""
-    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    col = tl.program_id(1).to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    split = tl.arange(0, splits).to(tl.int64)
-    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
-    col_scale = _scale_of(tl.max(maxima, 0), out)
-    inverse = tl.div_rn(tl.full(col_scale.shape, 1.0, tl.float32), col_scale)
-    if tl.program_id(0) == 0:
-        tl.store(scale + col, col_scale, mask=col < out_rows)
+    """Quantize `block_rows` rows, each whole in registers. Sizes are not shifted."""
+    first = tile.to(tl.int64) * block_rows
+    row = first + tl.arange(0, block_rows)
+    col = tl.arange(0, block_cols)
+    if sums is not None:  # block_rows divides SAMPLE
+        chosen = sampled_row(offset, first, rows)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
-    value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    encoded = tl.trans(_encode(value, inverse[None, :], out))
-    written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
-    tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
+    source = x + row[:, None] * stride + col[None, :]
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(magnitude(value), 1)
+    row_scale, inverse = scales_of(amax, out, scale)
+    encoded = encode(value, inverse[:, None], out)
+    written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
+    tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
+    store_scale(scale + row, row_scale, row < out_rows)
+    if sums is not None:  # noqa: SIM102 - known when compiling, the other is not
+        if (chosen >= first) & (chosen < first + block_rows):
+            its_inverse = tl.sum(tl.where(row == chosen, inverse, 0.0), 0)
+            store_error_sums(x, out, sums, chosen, rows, cols, stride, its_inverse, 2048)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x,
+    out,
+    scale,
+    sums,
+    offset,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+):
+    """Quantize `block_rows` rows a program: one read, one write."""
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
+    tile = tl.program_id(0)
+    quantize_row_tile(x, out, scale, sums, offset, tile, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
+
+
+@triton.jit
+def quantize_long_rows_kernel(
+    x, out, scale, sums, offset, rows, cols, stride, out_rows, out_cols, block_cols: tl.constexpr
+):
+    """Quantize one row in two loops; the second read of it comes from L2."""
+    rows, cols, out_cols = rows - SHIFT, cols - SHIFT, out_cols - SHIFT
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, block_cols)
+    source = x + row * stride
+    largest = tl.zeros((block_cols,), tl.float32)
+    for start in range(0, cols, block_cols):
+        inside = (start + offsets < cols) & (row < rows)
+        value = tl.load(source + start + offsets, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        largest = tl.maximum(largest, magnitude(value))
+    amax = tl.max(largest, 0, keep_dims=True)
+    row_scale, inverse = scales_of(amax, out, scale)
+    for start in range(0, out_cols, block_cols):
+        inside = (start + offsets < cols) & (row < rows)
+        value = tl.load(source + start + offsets, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        encoded = encode(value, inverse, out)
+        tl.store(out + row * out_cols + start + offsets, encoded, mask=start + offsets < out_cols)
+    one = tl.arange(0, 1)
+    store_scale(scale + row + one, row_scale, one == 0)
+    if sums is not None:  # noqa: SIM102 - known when compiling, the other is not
+        if sampled_row(offset, row, rows) == row:
+            store_error_sums(x, out, sums, row, rows, cols, stride, tl.sum(inverse, 0), block_cols)
 
 
 @triton.jit
@@ -187,7 +167,7 @@ def tensor_amax_kernel(
         col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
         inside = (row < rows)[:, None] & (col < cols)[None, :]
         value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _finite_magnitude(value))
+        largest = tl.maximum(largest, magnitude(value))
     tl.store(partial + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
 
 
@@ -216,13 +196,14 @@ def scale_tensor_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    whole_scale = _scale_of(tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True), out)
-    inverse = tl.div_rn(tl.full(whole_scale.shape, 1.0, tl.float32), whole_scale)
+    amax = tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True)
+    whole_scale, inverse = scales_of(amax, out, scale)
     if tl.program_id(0) == 0:
-        tl.store(scale + tl.arange(0, 1), whole_scale)
+        one = tl.arange(0, 1)
+        store_scale(scale + one, whole_scale, one == 0)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    encoded = _encode(value, inverse[None, :], out)
+    encoded = encode(value, inverse[None, :], out)
     if transposed:
         written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
         tl.store(out + col[:, None] * out_cols + row[None, :], tl.trans(encoded), mask=written)
@@ -231,131 +212,67 @@ def scale_tensor_kernel(
         tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
 
 
-def quantize_rows(x: Any, out: Any, scale: Any) -> None:
+def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int]) -> Launch:
+    """Return the launch of `quantize_rows`; its pointers are x, out, scale, sums and offset."""
+    (rows, cols), (out_rows, out_cols) = shape, out_shape
+    shift = SHIFT.value
+    sizes = (rows + shift, cols + shift, stride, out_rows + shift, out_cols + shift)
+    if out_cols > ROW_LIMIT:
+        options = {"block_cols": 8192, "num_warps": 16}
+        return Launch(quantize_long_rows_kernel, (out_rows, 1, 1), sizes, options)
+    block_cols = max(16, triton.next_power_of_2(out_cols))
+    block_rows = min(SAMPLE.value, max(1, 4096 // block_cols))
+    warps = 4 if block_cols <= 4096 else 8
+    options = {"block_rows": block_rows, "block_cols": block_cols, "num_warps": warps}
+    return Launch(quantize_rows_kernel, (triton.cdiv(out_rows, block_rows), 1, 1), sizes, options)
+
+
+def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, offset: Any | None = None) -> None:
     """Quantize x (rows, cols), inner stride 1, with one scale a row.
 
-    out: (>= rows, >= cols) FP8, contiguous. scale: one float32 for each row of out.
+    out: (>= rows, >= cols) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out.
+
+    sums: None, or float32 (2, `sampled_groups(rows)`), contiguous, for the guard: of one row of each 16, the sums of
+    the squares of its finite values and of their rounding errors, both in units of the row's scale. offset: then one
+    int32 on the device, which of the 16, read by the kernel modulo 16; advancing it between launches is the caller's.
     """
-    rows, cols = x.shape
-    out_rows, out_cols = out.shape
+    launch = rows_launch((x.shape[0], x.shape[1]), x.stride(0), (out.shape[0], out.shape[1]))
+    launch.run(x, out, scale, sums, offset)
+
+
+def tensor_launches(
+    shape: tuple[int, int], stride: int, out_shape: tuple[int, int], *, transposed: bool = False
+) -> tuple[Launch, Launch]:
+    """Return the two launches of `quantize_tensor`; their pointers are x, partial and x, partial, out, scale."""
+    (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
-    if out_cols > ROW_LIMIT:
-        quantize_long_rows_kernel[(out_rows,)](
-            x, out, scale, rows + shift, cols + shift, x.stride(0), out_cols + shift, block_cols=4096, num_warps=8
-        )
-        return
-    block_cols = max(16, triton.next_power_of_2(out_cols))
-    block_rows = max(1, 4096 // block_cols)
-    warps = 4 if block_cols <= 4096 else 8 if block_cols <= 8192 else 16
-    quantize_rows_kernel[(triton.cdiv(out_rows, block_rows),)](
-        x,
-        out,
-        scale,
-        rows + shift,
-        cols + shift,
-        x.stride(0),
-        out_rows + shift,
-        out_cols + shift,
-        block_rows,
-        block_cols,
-        num_warps=warps,
+    sizes = (rows + shift, cols + shift, stride)
+    amax = Launch(
+        tensor_amax_kernel,
+        (TENSOR_PARTIALS, 1, 1),
+        (*sizes, triton.cdiv(rows, 16), triton.cdiv(cols, 512)),
+        {"block_rows": 16, "block_cols": 512, "num_warps": 8},
     )
-
-
-def column_workspace(rows: int, cols: int, itemsize: int) -> int:
-    """Return how many float32 values of workspace `quantize_columns` needs: 0 where one launch is faster.
-
-    One launch reads its columns twice and wins while the source fits in L2 and has columns enough to fill the GPU
-    (measured on an H200: 32 us against 54 us at 4096 x 4096, equal at 8192 x 8192).
-    """
-    return 0 if cols >= 2048 and rows * cols * itemsize <= 64 << 20 else COLUMN_SPLITS * cols
-
-
-def quantize_columns(x: Any, out: Any, scale: Any, partial: Any | None) -> None:
-    """Quantize x (rows, cols), inner stride 1, with one scale a column, and transpose it.
-
-    out: (>= cols, >= rows) FP8, contiguous. scale: one float32 for each row of out. partial: the workspace of
-    `column_workspace`, None where that is 0.
-    """
-    rows, cols = x.shape
-    out_rows, out_cols = out.shape
-    shift = SHIFT.value
-    stride = x.stride(0)
-    if partial is None:
-        quantize_columns_kernel[(triton.cdiv(out_rows, 32),)](
-            x,
-            out,
-            scale,
-            rows + shift,
-            cols + shift,
-            stride,
-            out_rows + shift,
-            out_cols + shift,
-            block_rows=256,
-            block_cols=32,
-            num_warps=8,
-        )
-        return
-    rows_per_split = triton.cdiv(triton.cdiv(rows, COLUMN_SPLITS), 32) * 32
-    column_amax_kernel[(triton.cdiv(cols, 128), COLUMN_SPLITS)](
-        x, partial, rows + shift, cols + shift, stride, rows_per_split, block_rows=32, block_cols=128, num_warps=8
+    height, width = (128, 64) if transposed else (16, 512)
+    grid_rows, grid_cols = (out_cols, out_rows) if transposed else (out_rows, out_cols)
+    col_tiles = triton.cdiv(grid_cols, width)
+    options = {"partials": TENSOR_PARTIALS, "transposed": transposed}
+    cast = Launch(
+        scale_tensor_kernel,
+        (triton.cdiv(grid_rows, height) * col_tiles, 1, 1),
+        (*sizes, out_rows + shift, out_cols + shift, col_tiles),
+        {**options, "block_rows": height, "block_cols": width, "num_warps": 8},
     )
-    scale_columns_kernel[(triton.cdiv(out_cols, 128), triton.cdiv(out_rows, 64))](
-        x,
-        partial,
-        out,
-        scale,
-        rows + shift,
-        cols + shift,
-        stride,
-        out_rows + shift,
-        out_cols + shift,
-        splits=COLUMN_SPLITS,
-        block_rows=128,
-        block_cols=64,
-        num_warps=8,
-    )
+    return amax, cast
 
 
 def quantize_tensor(x: Any, out: Any, scale: Any, partial: Any, *, transposed: bool = False) -> None:
     """Quantize x (rows, cols), inner stride 1, with one scale, and transpose it if asked.
 
-    out: (>= rows, >= cols), transposed (>= cols, >= rows), FP8, contiguous. scale: one float32. partial:
-    TENSOR_PARTIALS float32 values of workspace.
+    out: (>= rows, >= cols), transposed (>= cols, >= rows), FP8, contiguous. scale: one float32 or uint8 (e8m0).
+    partial: TENSOR_PARTIALS float32 values of workspace.
     """
-    rows, cols = x.shape
-    out_rows, out_cols = out.shape
-    shift = SHIFT.value
-    stride = x.stride(0)
-    height, width = (128, 64) if transposed else (16, 512)
-    tensor_amax_kernel[(TENSOR_PARTIALS,)](
-        x,
-        partial,
-        rows + shift,
-        cols + shift,
-        stride,
-        triton.cdiv(rows, 16),
-        triton.cdiv(cols, 512),
-        16,
-        512,
-        num_warps=8,
-    )
-    grid_rows, grid_cols = (out_cols, out_rows) if transposed else (out_rows, out_cols)
-    col_tiles = triton.cdiv(grid_cols, width)
-    scale_tensor_kernel[(triton.cdiv(grid_rows, height) * col_tiles,)](
-        x,
-        partial,
-        out,
-        scale,
-        rows + shift,
-        cols + shift,
-        stride,
-        out_rows + shift,
-        out_cols + shift,
-        col_tiles,
-        partials=TENSOR_PARTIALS,
-        transposed=transposed,
-        block_rows=height,
-        block_cols=width,
-        num_warps=8,
-    )
+    shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
+    amax, cast = tensor_launches(shape, x.stride(0), out_shape, transposed=transposed)
+    amax.run(x, partial)
+    cast.run(x, partial, out, scale)

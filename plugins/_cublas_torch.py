@@ -46,7 +46,7 @@ def encoder(recipe: ScalingRecipe, axis: int, *, raw_on: Any = None, scaled: boo
         return partial(_encode_raw, recipe, axis, torch.ones((1, 1), dtype=torch.float32, device=raw_on))
     if recipe.granularity in ("tensor", "row"):
         return _array_encoder(recipe, axis)
-    return lambda x: _encode_scaled(recipe, axis, quantize(x, recipe, axis=axis))
+    return _block_encoder(recipe, axis)
 
 
 def _array_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
@@ -57,18 +57,49 @@ def _array_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
     fmt = torch.float8_e4m3fn if recipe.dtype == "e4m3" else torch.float8_e5m2
 
     def encode(x: Tensor) -> Encoded:
-        rows = x if axis == -1 else x.t()
-        outer, inner = rows.stride()
-        if inner != 1 and outer != 1:
-            rows, inner = rows.contiguous(), 1
-        size = padded_size(rows.shape[0], rows.shape[1], recipe, axis)
+        source, shape, transposed = _readable(x, axis)
+        size = padded_size(*shape, recipe, axis)
         data = torch.empty(size, dtype=fmt, device=x.device)
         scale = torch.empty((size[0] if by_row else 1, 1), dtype=torch.float32, device=x.device)
-        transposed = inner != 1
-        launch(rows.t() if transposed else rows, data, scale, by_row=by_row, transposed=transposed)
+        launch(source, data, scale, by_row=by_row, transposed=transposed)
         return _oriented(data, scale, axis)
 
     return encode
+
+
+def _block_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
+    """Return what quantizes an array of any strides by 1x128 or 128x128, the scales of 1x128 along the rows."""
+    import torch
+
+    fmt = torch.float8_e4m3fn if recipe.dtype == "e4m3" else torch.float8_e5m2
+    height, width = recipe.block(1, 1)
+
+    def encode(x: Tensor) -> Encoded:
+        if x.device.type != "cuda":
+            return _encode_scaled(recipe, axis, quantize(x, recipe, axis=axis))
+        from dispatch.kernels.triton_quantize_blocks import quantize_blocks
+
+        source, shape, transposed = _readable(x, axis)
+        size = padded_size(*shape, recipe, axis)
+        data = torch.empty(size, dtype=fmt, device=x.device)
+        down, across = -(-size[0] // height), -(-size[1] // width)
+        scale_shape = (across, down) if height == 1 else (down, across)
+        scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
+        scale = scale.t() if height == 1 else scale
+        quantize_blocks(source, data, scale, (height, width), transposed=transposed)
+        return _oriented(data, scale, axis)
+
+    return encode
+
+
+def _readable(x: Tensor, axis: int) -> tuple[Tensor, tuple[int, int], bool]:
+    """Return x with inner stride 1, the shape with k last, and whether the one is the other transposed."""
+    rows = x if axis == -1 else x.t()
+    shape = (rows.shape[0], rows.shape[1])
+    outer, inner = rows.stride()
+    if inner != 1 and outer != 1:
+        rows, inner = rows.contiguous(), 1
+    return (rows, shape, False) if inner == 1 else (rows.t(), shape, True)
 
 
 def launcher() -> Callable[..., None]:
@@ -77,19 +108,19 @@ def launcher() -> Callable[..., None]:
     by_row: one scale a row of data, else one in all. transposed: data is as `source` transposed.
     """
     import torch
-    from dispatch.kernels import triton_quantize as kernels
+    from dispatch.kernels.triton_quantize import TENSOR_PARTIALS, quantize_rows, quantize_tensor
+    from dispatch.kernels.triton_quantize_columns import columns_workspace, quantize_columns
 
     def launch(source: Tensor, data: Tensor, scale: Tensor, *, by_row: bool, transposed: bool) -> None:
         if not by_row:
-            partials = torch.empty(kernels.TENSOR_PARTIALS, dtype=torch.float32, device=source.device)
-            kernels.quantize_tensor(source, data, scale, partials, transposed=transposed)
+            partials = torch.empty(TENSOR_PARTIALS, dtype=torch.float32, device=source.device)
+            quantize_tensor(source, data, scale, partials, transposed=transposed)
         elif not transposed:
-            kernels.quantize_rows(source, data, scale)
+            quantize_rows(source, data, scale)
         else:
-            rows, cols = source.shape
-            count = kernels.column_workspace(rows, cols, source.element_size())
-            partials = torch.empty(count, dtype=torch.float32, device=source.device) if count else None
-            kernels.quantize_columns(source, data, scale, partials)
+            size = columns_workspace(tuple(source.shape), tuple(data.shape))
+            partials = torch.empty(size, dtype=torch.float32, device=source.device) if size else None
+            quantize_columns(source, data, scale, partials)
 
     return launch
 

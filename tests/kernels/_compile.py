@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -58,3 +59,14 @@ def stack_bytes(kernel: Any) -> int:
         file.flush()
         text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     return sum(int(part.split(":")[1]) for part in text.split() if part.startswith(("STACK:", "LOCAL:")))
+
+
+def pairs_of_shifted_bytes(ptx: str) -> list[str]:
+    """Return the FP8 pairs that PTX widens to a register by a shift and `mov.b32`.
+
+    ptxas (of Triton 3.6, found on an H200) merges that with the conversion, and shifts what the register held before.
+    """
+    converted = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f(?:32|16x2) (%rs\d+),", ptx)
+    shifted = dict(re.findall(r"shr\.u16\s+(%rs\d+), (%rs\d+), 8;", ptx))
+    pairs = re.findall(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\};", ptx)
+    return [low for low, high in pairs if low in converted and shifted.get(high) == low]

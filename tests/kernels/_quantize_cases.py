@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from dispatch.kernels import triton_quantize
+from dispatch.kernels import triton_quantize, triton_quantize_columns, triton_quantize_many
 
 FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 POISON = 3e4  # in the source's parent, beside the view that is quantized
-ROUTES = ("rows", "columns", "columns_two_launches", "tensor", "tensor_transposed")
+ROUTES = ("rows", "columns", "columns_two_launches", "tensor", "tensor_transposed", "many", "many_transposed")
+TRANSPOSED = ("columns", "columns_two_launches", "many_transposed")
+MANY_LIMITS = {"many": triton_quantize_many.ROW_LIMIT, "many_transposed": triton_quantize_columns.WHOLE_COLUMN}
+"""The longest row of an output that these routes take."""
 
 
 def source(rows: int, cols: int, values: torch.Tensor, *, gap: int = 0) -> torch.Tensor:
@@ -31,43 +35,68 @@ def exact_values(rows: int, cols: int, dtype: torch.dtype, fmt: torch.dtype, rou
     normal = torch.arange(0x08, 0x7F if fmt is torch.float8_e4m3fn else 0x7C, dtype=torch.uint8).view(fmt).float()
     picked = normal[torch.randint(len(normal), (rows, cols), generator=generator)]
     picked *= torch.randint(2, (rows, cols), generator=generator) * 2 - 1
-    if route == "rows":
-        picked[:, cols // 2] = FORMATS[fmt]
-        exponent = torch.arange(rows)[:, None] % 5 - 6
-    elif route.startswith("columns"):
+    if route.startswith("tensor"):
+        picked[rows // 2, cols // 2] = FORMATS[fmt]
+        exponent = torch.tensor(-3)
+    elif route in TRANSPOSED:
         picked[rows // 2] = -FORMATS[fmt]
         exponent = torch.arange(cols)[None, :] % 5 - 6
     else:
-        picked[rows // 2, cols // 2] = FORMATS[fmt]
-        exponent = torch.tensor(-3)
+        picked[:, cols // 2] = FORMATS[fmt]
+        exponent = torch.arange(rows)[:, None] % 5 - 6
     return (picked * torch.exp2(exponent.float())).to(dtype)
 
 
-def quantize(x: torch.Tensor, fmt: torch.dtype, route: str, *, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+@contextmanager
+def _cut_for(route: str) -> Iterator[None]:
+    """Make columns take two launches, however short, where the route says so."""
+    whole_column = triton_quantize_columns.WHOLE_COLUMN
+    if route == "columns_two_launches":
+        triton_quantize_columns.WHOLE_COLUMN = 0
+    try:
+        yield
+    finally:
+        triton_quantize_columns.WHOLE_COLUMN = whole_column
+
+
+def quantize(
+    x: torch.Tensor, fmt: torch.dtype, route: str, *, multiple: int = 1, e8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and scales of x by one launcher, the output padded to `multiple` and filled with NaN bytes first."""
-    transposed = route != "rows" and route != "tensor"
+    transposed = route in TRANSPOSED or route == "tensor_transposed"
     height, width = reversed(x.shape) if transposed else x.shape
     height, width = (-(-size // multiple) * multiple for size in (height, width))
     out = torch.full((height, width), 0x7F, dtype=torch.uint8, device=x.device).view(fmt)
-    scale = torch.full((1 if route.startswith("tensor") else height,), float("nan"), device=x.device)
-    if route == "rows":
-        triton_quantize.quantize_rows(x, out, scale)
-    elif route == "columns":
-        triton_quantize.quantize_columns(x, out, scale, None)
-    elif route == "columns_two_launches":
-        partial = torch.full((triton_quantize.COLUMN_SPLITS, x.shape[1]), float("nan"), device=x.device)
-        triton_quantize.quantize_columns(x, out, scale, partial)
-    else:
-        partial = torch.full((triton_quantize.TENSOR_PARTIALS,), float("nan"), device=x.device)
-        triton_quantize.quantize_tensor(x, out, scale, partial, transposed=transposed)
-    return out, scale
+    count = 1 if route.startswith("tensor") else height
+    scale = torch.full((count,), float("nan"), device=x.device)
+    if e8m0:
+        scale = torch.full((count,), 0xFF, dtype=torch.uint8, device=x.device)
+    with _cut_for(route):
+        if route == "rows":
+            triton_quantize.quantize_rows(x, out, scale)
+        elif route.startswith("tensor"):
+            partial = torch.full((triton_quantize.TENSOR_PARTIALS,), float("nan"), device=x.device)
+            triton_quantize.quantize_tensor(x, out, scale, partial, transposed=transposed)
+        elif route.startswith("many"):
+            other = torch.ones((20, 30), dtype=x.dtype, device=x.device)
+            operands = [
+                triton_quantize_many.Operand(other, out.new_empty((32, 32)), scale.new_empty(32), True),
+                triton_quantize_many.Operand(x, out, scale, transposed),
+            ]
+            triton_quantize_many.quantize_many(operands)
+        else:
+            size = triton_quantize_columns.columns_workspace(tuple(x.shape), (height, width))
+            partial = torch.full((size,), float("nan"), device=x.device) if size else None
+            triton_quantize_columns.quantize_columns(x, out, scale, partial)
+    return out, scale if not e8m0 else (scale.to(torch.int32) << 23).view(torch.float32)
 
 
 def expected_scale(x: torch.Tensor, fmt: torch.dtype, route: str) -> torch.Tensor:
     """Return clamp(finite amax / format max, 2**-126, float32 max) as the launcher should store it for the source."""
     magnitude = torch.where(x.isfinite(), x.float().abs(), 0.0)
-    axis = {"rows": 1, "columns": 0, "columns_two_launches": 0}.get(route)
-    amax = magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)
+    amax = (
+        magnitude.amax().reshape(1) if route.startswith("tensor") else magnitude.amax(0 if route in TRANSPOSED else 1)
+    )
     # By a tensor: on a GPU torch divides by a number through its reciprocal, which rounds twice.
     largest = torch.full_like(amax, FORMATS[fmt])
     return (amax / largest).clamp(2.0**-126, torch.finfo(torch.float32).max)
@@ -89,7 +118,7 @@ def complaints(
         found.append(f"scale {scale[: len(wanted)].tolist()[:4]} should be {wanted.tolist()[:4]}")
     if not (scale.isfinite() & (scale > 0)).all():
         found.append("a scale is zero or not finite")
-    oriented = x if route in ("rows", "tensor") else x.t()
+    oriented = x.t() if route in TRANSPOSED or route == "tensor_transposed" else x
     height, width = oriented.shape
     outside = out.view(torch.uint8).clone()
     outside[:height, :width] = 0
@@ -119,11 +148,13 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
         cases[name] = run
 
     shapes = {
-        "rows": ((1, 1), (3, 17), (5, 1000), (2, 16400)),
+        "rows": ((1, 1), (3, 17), (5, 1000), (2, triton_quantize.ROW_LIMIT + 16)),
         "columns": ((1, 1), (17, 3), (300, 40)),
         "columns_two_launches": ((1, 1), (17, 3), (600, 70)),
         "tensor": ((1, 1), (17, 600)),
         "tensor_transposed": ((1, 1), (130, 70)),
+        "many": ((1, 1), (17, 600)),
+        "many_transposed": ((1, 1), (300, 40)),
     }
     kinds = [(torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.float8_e4m3fn)]
     kinds += [(torch.float32, torch.float8_e4m3fn), (torch.bfloat16, torch.float8_e5m2)]
@@ -133,6 +164,9 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
             for multiple, gap in ((1, 0), (16, 5)):
                 name = f"{route}-{rows}x{cols}-{str(dtype)[6:]}-{str(fmt)[6:]}-padded_to_{multiple}-gap_{gap}"
                 add(name, route, rows, cols, multiple, gap, dtype=dtype, fmt=fmt)
+    cases["rows-guard_sums"] = lambda: wrong_sums(
+        source(21, 200, exact_values(21, 200, torch.bfloat16, next(iter(FORMATS)), "rows", 3)), offset=37
+    )
     for route in ROUTES:
         cases[f"{route}-zeros_nan_inf_tiny"] = lambda route=route: hostile_scales(route)
     return cases
@@ -155,8 +189,27 @@ def hostile_rows(dtype: torch.dtype) -> torch.Tensor:
 def hostile_scales(route: str) -> list[str]:
     """Compare only scales and padding: the interpreter's cast of such values is wrong."""
     x = hostile_rows(torch.bfloat16)
-    x = x.t().contiguous() if route.startswith("columns") else x
+    x = x.t().contiguous() if route in TRANSPOSED else x
     return complaints(x, torch.float8_e4m3fn, route, lambda *_: [], multiple=16)
+
+
+def wrong_sums(x: torch.Tensor, *, offset: int) -> list[str]:
+    """Return what is wrong with the guard's sums of the rows of x, 1 of 16 from `offset` on, in e4m3."""
+    rows, cols = x.shape
+    groups = triton_quantize.sampled_groups(rows)
+    out = torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, device=x.device)
+    sums = torch.full((2, groups), float("nan"), device=x.device)
+    moving = torch.tensor([offset], dtype=torch.int32, device=x.device)
+    triton_quantize.quantize_rows(x, out, scale, sums, moving)
+    sampled = (torch.arange(groups) * 16 + offset % 16).clamp_max(rows - 1).to(x.device)
+    scaled = x[sampled].double() / scale[sampled, None].double()
+    finite = scaled.isfinite()
+    error = torch.where(finite, scaled - out[sampled].double(), 0.0)
+    wanted = torch.stack([torch.where(finite, scaled, 0.0).square().sum(1), error.square().sum(1)])
+    if torch.allclose(sums.double(), wanted, rtol=1e-3, atol=1e-6):
+        return []
+    return [f"sums {sums.tolist()} should be {wanted.tolist()}"]
 
 
 if __name__ == "__main__":

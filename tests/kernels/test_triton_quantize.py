@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the launchers take torch tensors here")
 pytest.importorskip("triton", reason="Triton is not installed")
+triton_quantize = pytest.importorskip("dispatch.kernels.triton_quantize")
 
 HERE = Path(__file__).parent
 
@@ -54,16 +55,25 @@ def test_interpreted_scales_padding_and_exact_values(name: str, interpreted: dic
 
 
 def _launch_all(dtype: Any, fmt: Any) -> None:
-    for rows, cols in ((64, 1024), (2, 28672), (33, 16384), (48, 1000)):
+    for rows, cols in ((64, 1024), (2, 28672), (2, 40000), (33, 16384), (48, 1000)):
         x = torch.empty(rows, cols, dtype=dtype)
         for route in cases.ROUTES if rows == 64 else ("rows",):
             cases.quantize(x, fmt, route, multiple=16)
+    for rows in (1000, 2048, 4096):
+        x = torch.empty(rows, 48, dtype=dtype)
+        for route in ("columns", "many_transposed") if rows <= 2048 else ("columns",):
+            cases.quantize(x, fmt, route, multiple=16)
+            cases.quantize(x[:-3], fmt, route)
+    sums = torch.empty(2, 4)
+    for cols in (1000, 28672, 40000):
+        out, scale = torch.empty((64, cols), dtype=fmt), torch.empty(64)
+        triton_quantize.quantize_rows(torch.empty((64, cols), dtype=dtype), out, scale, sums, sums.int())
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> None:
     with gpu.compiling(capability) as built:
-        for dtype, fmt in KINDS if capability == 90 else KINDS[::3]:  # bf16 to e4m3, fp16 to e5m2
+        for dtype, fmt in KINDS[::3] + KINDS[4:5] * (capability == 90):  # bf16 to e4m3, fp16 to e5m2, fp32
             _launch_all(dtype, fmt)
     assert {kernel.metadata.name for kernel in built} == {
         "quantize_rows_kernel",
@@ -71,6 +81,7 @@ def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> 
         "quantize_columns_kernel",
         "column_amax_kernel",
         "scale_columns_kernel",
+        "quantize_many_kernel",
         "tensor_amax_kernel",
         "scale_tensor_kernel",
     }
@@ -79,16 +90,28 @@ def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> 
         conversions = set(re.findall(r"cvt\.rn\.satfinite\.(e[45]m[23]x2)\.f(?:32|16x2)", ptx))
         assert len(conversions) == (0 if "amax" in name else 1), (name, conversions)
         assert gpu.stack_bytes(kernel) == 0, name
+        assert not gpu.pairs_of_shifted_bytes(ptx), name
         if capability >= 90 and "amax" not in name:
             assert "e5m2x2.f32" in ptx or "e4m3x2.f32" in ptx, f"{name} rounds twice"
 
 
-def test_workspace_is_needed_where_two_launches_are_faster() -> None:
-    from dispatch.kernels.triton_quantize import COLUMN_SPLITS, column_workspace
+def test_columns_need_a_workspace_only_where_they_are_too_long_to_keep() -> None:
+    from dispatch.kernels.triton_quantize_columns import COLUMN_SPLITS, columns_launches, columns_workspace
 
-    assert column_workspace(4096, 4096, 2) == 0
-    assert column_workspace(8192, 28672, 2) == COLUMN_SPLITS * 28672
-    assert column_workspace(8192, 64, 2) == COLUMN_SPLITS * 64
+    for rows, launches in ((1, 1), (2048, 1), (2049, 2), (28672, 2)):
+        assert columns_workspace((rows, 64), (64, rows)) == (0 if launches == 1 else COLUMN_SPLITS * 64)
+        assert len(columns_launches((rows, 64), 64, (64, rows))) == launches
+
+
+def test_many_refuses_what_is_too_long_or_too_many() -> None:
+    from dispatch.kernels.triton_quantize_many import Source, many_launch, tile_of
+
+    short, long = (Source((16, cols), cols, (16, cols), False) for cols in (64, 1 << 16))
+    assert tile_of(long) is None
+    with pytest.raises(ValueError, match=r"operand 1, .* is too long"):
+        many_launch([short, long])
+    with pytest.raises(ValueError, match="5 operands; allowed: 1 to 4"):
+        many_launch([short] * 5)
 
 
 def _spacing(values: Any, fmt: Any) -> Any:
@@ -115,7 +138,18 @@ def _rounded(found: Any, scaled: Any, fmt: Any) -> list[str]:
     return wrong
 
 
-SIZES = [(1, 1), (1, 4097), (15, 17), (17, 127), (129, 129), (1000, 1000), (3, 28672), (4097, 15), (700, 2049)]
+SIZES = [
+    (1, 1),
+    (1, 4097),
+    (15, 17),
+    (17, 127),
+    (129, 129),
+    (1000, 1000),
+    (3, 28672),
+    (4097, 15),
+    (700, 2049),
+    (20000, 33),
+]
 
 
 @pytest.mark.gpu
@@ -126,6 +160,8 @@ def test_gpu_rounds_as_float64_does(route: str, rows: int, cols: int, dtype: Any
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).to(dtype).cuda()
     for multiple, gap in ((1, 0), (16, 7)):
         x = cases.source(rows, cols, values, gap=gap)
+        if (rows if route in cases.TRANSPOSED else cols) > cases.MANY_LIMITS.get(route, 1 << 30) - multiple:
+            pytest.skip("too long for one launch with others")
         assert cases.complaints(x, fmt, route, _rounded, multiple=multiple) == [], (multiple, gap)
 
 
@@ -134,13 +170,37 @@ def test_gpu_rounds_as_float64_does(route: str, rows: int, cols: int, dtype: Any
 @pytest.mark.parametrize(("dtype", "fmt"), KINDS)
 def test_gpu_keeps_nan_and_inf_and_ignores_them_in_amax(route: str, dtype: Any, fmt: Any) -> None:
     x = cases.hostile_rows(dtype).cuda()
-    x = x.t().contiguous() if route.startswith("columns") else x
+    x = x.t().contiguous() if route in cases.TRANSPOSED else x
     assert cases.complaints(x, fmt, route, _rounded, multiple=16) == []
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("route", cases.ROUTES)
+def test_gpu_rounds_e8m0_scales_up_to_a_power_of_two(route: str) -> None:
+    x = torch.randn(300, 1000, generator=torch.Generator().manual_seed(3)).cuda().bfloat16()
+    for fmt in cases.FORMATS:
+        wanted = cases.expected_scale(x, fmt, route)
+        mantissa, exponent = torch.frexp(wanted)
+        wanted = torch.ldexp(torch.ones_like(wanted), exponent - (mantissa == 0.5).int())
+        out, scale = cases.quantize(x, fmt, route, e8m0=True)
+        assert torch.equal(scale, wanted)
+        oriented = x.t() if route in cases.TRANSPOSED or route == "tensor_transposed" else x
+        per_row = wanted.double() if len(wanted) == 1 else wanted.double()[:, None]
+        assert _rounded(out, oriented.double() / per_row, fmt) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(1, 100), (33, 1000), (100, 4096), (70, 28672), (20, 40000)])
+def test_gpu_sums_squares_and_errors_of_sampled_rows(rows: int, cols: int) -> None:
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).cuda().bfloat16()
+    x[-1, 3], x[-1, 4] = float("inf"), float("nan")
+    for offset in (0, 5, 31):
+        assert cases.wrong_sums(x, offset=offset) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("route", [route for route in cases.ROUTES if not route.startswith("many")])
 def test_gpu_addresses_more_than_2_31_elements(route: str) -> None:
     rows, cols = (2**18 + 3, 8200) if route in ("rows", "tensor") else (8200, 2**18 + 3)
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()

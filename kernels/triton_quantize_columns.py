@@ -1,0 +1,182 @@
+"""Quantize and transpose, one scale a column of the source: for operands that are not K-major.
+
+The rules are those of `triton_quantize`. Short columns are kept whole by a program: one launch, one read, one write.
+Longer ones take two launches, which read twice: the maxima, then the cast. Tried on an H200 and not faster at 4096^2
+to 16384 x 4096: one launch that reads twice (113 us at 8192^2 bf16), and one whose programs exchange maxima and wait
+for one another, which reads once (118 us; the waiting takes longer than the second read).
+"""
+
+# Triton reads the signatures of jitted functions itself: only its own annotations belong there.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from dispatch.kernels.triton_quantize_common import (
+    SHIFT,
+    Launch,
+    encode_four,
+    four_magnitudes,
+    load_four,
+    magnitude,
+    scales_of,
+    store_four,
+    store_scale,
+)
+
+WHOLE_COLUMN = 2048
+"""Length of columns up to which a program keeps whole ones."""
+COLUMN_SPLITS = 16
+"""Rows of float32 workspace, as long as the source has columns, that longer columns need."""
+
+
+@triton.jit
+def quantize_column_tile(
+    x,
+    out,
+    scale,
+    tile,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    whole: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+):
+    """Quantize and transpose `block_cols` columns of x (rows, cols), each whole in registers. Sizes are not shifted."""
+    quad = tl.arange(0, block_rows // 4).to(tl.int64)[:, None]
+    col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
+    col_scale, inverse = scales_of(tl.max(four_magnitudes(first, second, third, fourth), 0), out, scale)
+    store_scale(scale + col, col_scale, col < out_rows)
+    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out))
+    store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
+
+
+@triton.jit
+def quantize_columns_kernel(
+    x,
+    out,
+    scale,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    whole: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+):
+    """Quantize and transpose `block_cols` columns a program. whole: whether out_cols is a multiple of 4."""
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
+    tile = tl.program_id(0)
+    quantize_column_tile(x, out, scale, tile, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols)
+
+
+@triton.jit
+def column_amax_kernel(
+    x, partial, rows, cols, stride, rows_per_split, block_rows: tl.constexpr, block_cols: tl.constexpr
+):
+    """Store the finite amax of each column over one split of the rows in partial[split, column]."""
+    rows, cols = rows - SHIFT, cols - SHIFT
+    col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    first = tl.program_id(1) * rows_per_split
+    largest = tl.zeros((block_rows, block_cols), tl.float32)
+    for start in range(first, first + rows_per_split, block_rows):
+        row = start + tl.arange(0, block_rows)
+        inside = (row < rows)[:, None] & (col < cols)[None, :]
+        source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
+        largest = tl.maximum(largest, magnitude(tl.load(source, mask=inside, other=0.0).to(tl.float32)))
+    tl.store(partial + tl.program_id(1).to(tl.int64) * cols + col, tl.max(largest, 0), mask=col < cols)
+
+
+@triton.jit
+def scale_columns_kernel(
+    x,
+    partial,
+    out,
+    scale,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    whole: tl.constexpr,
+    splits: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+):
+    """Scale, cast and transpose one tile of x (rows, cols), given the partial maxima of its columns."""
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
+    quad = tl.program_id(0).to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
+    col = tl.program_id(1).to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
+    split = tl.arange(0, splits).to(tl.int64)
+    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
+    col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
+    if tl.program_id(0) == 0:
+        store_scale(scale + col, col_scale, col < out_rows)
+    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out))
+    store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
+
+
+def whole_columns_tile(out_cols: int) -> tuple[int, int] | None:
+    """Return the extents of the source that one program keeps in registers, None where columns are too long."""
+    if out_cols > WHOLE_COLUMN:
+        return None
+    block_rows = max(64, triton.next_power_of_2(out_cols))
+    return block_rows, 16 if block_rows <= 1024 else 8
+
+
+def columns_workspace(shape: tuple[int, int], out_shape: tuple[int, int]) -> int:
+    """Return how many float32 values of workspace `quantize_columns` needs: 0 where one launch does."""
+    return COLUMN_SPLITS * shape[1] if whole_columns_tile(out_shape[1]) is None else 0
+
+
+def columns_launches(shape: tuple[int, int], stride: int, out_shape: tuple[int, int]) -> tuple[Launch, ...]:
+    """Return the launches of `quantize_columns`.
+
+    Either one, with the pointers x, out and scale; or two, with the pointers x, partial and x, partial, out, scale.
+    """
+    (rows, cols), (out_rows, out_cols) = shape, out_shape
+    shift = SHIFT.value
+    source = (rows + shift, cols + shift, stride)
+    sizes = (*source, out_rows + shift, out_cols + shift)
+    whole = out_cols % 4 == 0
+    tile = whole_columns_tile(out_cols)
+    if tile is not None:
+        options = {"whole": whole, "block_rows": tile[0], "block_cols": tile[1], "num_warps": 4}
+        return (Launch(quantize_columns_kernel, (triton.cdiv(out_rows, tile[1]), 1, 1), sizes, options),)
+    rows_per_split = triton.cdiv(triton.cdiv(rows, COLUMN_SPLITS), 32) * 32
+    amax = Launch(
+        column_amax_kernel,
+        (triton.cdiv(cols, 128), COLUMN_SPLITS, 1),
+        (*source, rows_per_split),
+        {"block_rows": 32, "block_cols": 128, "num_warps": 8},
+    )
+    cast = Launch(
+        scale_columns_kernel,
+        (triton.cdiv(out_cols, 128), triton.cdiv(out_rows, 64), 1),
+        sizes,
+        {"whole": whole, "splits": COLUMN_SPLITS, "block_rows": 128, "block_cols": 64, "num_warps": 4},
+    )
+    return amax, cast
+
+
+def quantize_columns(x: Any, out: Any, scale: Any, partial: Any | None = None) -> None:
+    """Quantize x (rows, cols), inner stride 1, with one scale a column, and transpose it.
+
+    out: (>= cols, >= rows) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out. partial: the
+    workspace of `columns_workspace`, of any content, None where that is 0.
+    """
+    first, *rest = columns_launches((x.shape[0], x.shape[1]), x.stride(0), (out.shape[0], out.shape[1]))
+    if not rest:
+        first.run(x, out, scale)
+        return
+    first.run(x, partial)
+    rest[0].run(x, partial, out, scale)

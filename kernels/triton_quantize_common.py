@@ -1,0 +1,189 @@
+"""What the Triton quantizers share: the scale of a maximum, the cast, and a launch that is kept apart from its run.
+
+The rules are in `triton_quantize`. Device functions take pointers for the dtypes they point to.
+"""
+
+# Triton reads the signatures of jitted functions itself: only its own annotations belong there.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LEAST_SCALE = tl.constexpr(2.0**-126)
+SHIFT = tl.constexpr(16)
+"""Sizes are passed to kernels larger by this: Triton makes an argument of 1 a constant, and 3.6 then evaluates a mask
+`i < 1` once for several i (found on an H200: padding of a source with one row was not zero)."""
+E4M3_MAX, E4M3_RECIPROCAL = tl.constexpr(448.0), tl.constexpr(1 / 448)
+E5M2_MAX, E5M2_RECIPROCAL = tl.constexpr(57344.0), tl.constexpr(1 / 57344)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Launch(NamedTuple):
+    """One launch without its pointers: `kernel[grid](*pointers, *sizes, **options)`.
+
+    grid: three extents. sizes: the integers after the pointers, in the kernel's order. options: the kernel's constants
+    and `num_warps`. None of them depends on a pointer or a value, so that a caller may keep a Launch for a shape.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    sizes: tuple[int | None, ...]
+    options: dict[str, Any]
+
+    def run(self, *pointers: Any) -> None:
+        """Launch on the current stream. An optional pointer is None where it is not wanted."""
+        self.kernel[self.grid](*pointers, *self.sizes, **self.options)
+
+
+@triton.jit
+def finite_or_nan(x):
+    """Return x, and NaN for Inf, in one instruction: Inf times 0 is NaN."""
+    return tl.fma(x, 0.0, x)
+
+
+@triton.jit
+def magnitude(x):
+    """Return abs(x), and NaN for Inf. A maximum leaves NaN out unless there is nothing else."""
+    if INTERPRETED:  # its maximum does not leave NaN out
+        return tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+    return tl.abs(finite_or_nan(x))
+
+
+@triton.jit
+def scales_of(amax, out, scale):
+    """Return the float32 scales of maxima, and their reciprocals. Maxima that are not finite count as 0.
+
+    They are computed by every thread that needs them, so no division is spent on them. Where `scale` points to uint8
+    (e8m0) they are powers of two, rounded up: both formats end at 1.75 times a power of two.
+    """
+    wide = out.dtype.element_ty == tl.float8e5
+    amax = tl.where(amax < float("inf"), amax, 0.0)
+    if scale.dtype.element_ty == tl.uint8:
+        # From 2**-126 to 2**120: neither end of e8m0 is reached.
+        exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - (15 if wide else 8)
+        exponent = tl.maximum(exponent, 1)
+        value = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        largest = E5M2_MAX if wide else E4M3_MAX
+        reciprocal = E5M2_RECIPROCAL if wide else E4M3_RECIPROCAL
+        if INTERPRETED:  # its fma rounds twice
+            value = tl.div_rn(amax, tl.full(amax.shape, largest, tl.float32))
+        else:
+            # A quotient, mended by its remainder, is the correctly rounded one (Markstein, IBM J. Res. Dev. 34, 1990).
+            quotient = amax * reciprocal
+            value = tl.fma(tl.fma(quotient, -largest, amax), reciprocal, quotient)
+        value = tl.maximum(value, LEAST_SCALE)
+        inverse = 1.0 / value  # to 2 units in the last place
+    return value, inverse
+
+
+@triton.jit
+def store_scale(pointer, value, mask):
+    """Store float32 scales, as the exponents of e8m0 where `pointer` points to uint8."""
+    if pointer.dtype.element_ty == tl.uint8:
+        tl.store(pointer, (value.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
+    else:
+        tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def encode(x, inverse, out):
+    """Return x * inverse in the dtype that `out` points to. The hardware's cast saturates Inf, so Inf is set apart.
+
+    The select is on purpose: from 8-bit sums ptxas (of Triton 3.6) made wrong code, a shift of a register that the
+    conversion writes only afterwards.
+    """
+    if out.dtype.element_ty == tl.float8e5:
+        bits = (x * inverse).to(tl.float8e5).to(tl.uint8, bitcast=True)
+        infinity = tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8)
+        encoded = tl.where(tl.abs(x) == float("inf"), infinity, bits).to(tl.float8e5, bitcast=True)
+    else:
+        encoded = (finite_or_nan(x) * inverse).to(out.dtype.element_ty)
+    return encoded
+
+
+@triton.jit
+def load_four(x, quad, col, rows, cols, stride):
+    """Return the values of x in the rows 4 * quad to 4 * quad + 3, one tile each, in float32; 0 outside.
+
+    quad and col broadcast to a tile.
+    """
+    row = 4 * quad
+    source = x + row * stride + col
+    first = tl.load(source, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
+    second = tl.load(source + stride, mask=(row + 1 < rows) & (col < cols), other=0.0).to(tl.float32)
+    third = tl.load(source + 2 * stride, mask=(row + 2 < rows) & (col < cols), other=0.0).to(tl.float32)
+    fourth = tl.load(source + 3 * stride, mask=(row + 3 < rows) & (col < cols), other=0.0).to(tl.float32)
+    return first, second, third, fourth
+
+
+@triton.jit
+def four_magnitudes(first, second, third, fourth):
+    """Return the largest of four magnitudes."""
+    return tl.maximum(
+        tl.maximum(magnitude(first), magnitude(second)),
+        tl.maximum(magnitude(third), magnitude(fourth)),
+    )
+
+
+@triton.jit
+def _word(first, second, third, fourth):
+    low = first.to(tl.uint32) | second.to(tl.uint32) << 8
+    high = third.to(tl.uint32) | fourth.to(tl.uint32) << 8
+    return low | high << 16
+
+
+@triton.jit
+def _saturated(x, inverse, out):
+    return (x * inverse).to(out.dtype.element_ty).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def encode_four(first, second, third, fourth, inverse, out):
+    """Return four tiles, encoded as by `encode`, as one of words, the first lowest.
+
+    Words are ready to be transposed: bytes are slow to, each alone through shared memory.
+    """
+    if out.dtype.element_ty == tl.float8e5:
+        word = _word(
+            _saturated(first, inverse, out),
+            _saturated(second, inverse, out),
+            _saturated(third, inverse, out),
+            _saturated(fourth, inverse, out),
+        )
+        infinity = float("inf")  # its code follows that of the largest number, which Inf became
+        word += _word(
+            tl.abs(first) == infinity,
+            tl.abs(second) == infinity,
+            tl.abs(third) == infinity,
+            tl.abs(fourth) == infinity,
+        )
+    else:
+        word = _word(
+            _saturated(finite_or_nan(first), inverse, out),
+            _saturated(finite_or_nan(second), inverse, out),
+            _saturated(finite_or_nan(third), inverse, out),
+            _saturated(finite_or_nan(fourth), inverse, out),
+        )
+    return word
+
+
+@triton.jit
+def store_four(out, word, row, quad, out_rows, out_cols, whole: tl.constexpr):
+    """Store words at out[row, 4 * quad to 4 * quad + 3]. whole: whether out_cols is a multiple of 4."""
+    col = 4 * quad
+    written = (row < out_rows) & (col < out_cols)
+    if whole:
+        target = out.to(tl.pointer_type(tl.uint32), bitcast=True) + row * (out_cols // 4) + quad
+        tl.store(target, word, mask=written)
+    else:
+        target = out.to(tl.pointer_type(tl.uint8), bitcast=True) + row * out_cols + col
+        tl.store(target, (word & 0xFF).to(tl.uint8), mask=written)
+        tl.store(target + 1, (word >> 8 & 0xFF).to(tl.uint8), mask=(row < out_rows) & (col + 1 < out_cols))
+        tl.store(target + 2, (word >> 16 & 0xFF).to(tl.uint8), mask=(row < out_rows) & (col + 2 < out_cols))
+        tl.store(target + 3, (word >> 24).to(tl.uint8), mask=(row < out_rows) & (col + 3 < out_cols))

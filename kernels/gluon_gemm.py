@@ -301,7 +301,7 @@ def _begin(
     of_block, step_b_k = blocks_b
     slot = at % config.stages
     index = slot * config.parts + me
-    scale = 0.0
+    scale = (0.0, 0.0)
     if form.blocks:
         of_block = gl.load(of_block + step * step_b_k)
     mbarrier.wait(full.index(slot), (at // config.stages) & 1)
@@ -512,7 +512,7 @@ def gemm_launch(
         flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         s_desc = TensorDescriptor(scale_a, list(scale_a.shape), [scale_a.stride(0), 1], [1, config.height], flat)
         steps = (0, scale_b.stride(0), scale_b.stride(1))
-    elif form.scaled:
+    elif scale_a is not None and scale_b is not None:
         steps = (int(math.prod(scale_a.shape) > 1), int(math.prod(scale_b.shape) > 1), 0)
     arguments = (
         _descriptor(a, [config.height, config.block_k]),

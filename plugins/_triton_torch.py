@@ -45,14 +45,13 @@ class Slots(NamedTuple):
     scale: int
     x: int
     partial: int
-    counter: int
 
 
-OF_A, OF_B = Slots(0, 1, 2, 3, 4), Slots(5, 6, 7, 8, 9)
-OUT, BIAS, PARTIALS, COUNTERS, JOINT_PARTIAL, JOINT_COUNTER = range(10, 16)
-SLOTS = 16
+OF_A, OF_B = Slots(0, 1, 2, 3), Slots(4, 5, 6, 7)
+OUT, BIAS, PARTIALS, COUNTERS = range(8, 12)
+SLOTS = 12
 
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none on a CPU
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch for CPUs has none
 _capturing = torch.cuda.is_current_stream_capturing
 
 
@@ -106,69 +105,68 @@ def form_of(recipe: ScalingRecipe, rows: int, k: int) -> Form:
 class Quantizer:
     """The launches that quantize one operand, (rows, k) of given strides, into a `Form`.
 
-    partial_bytes, counters: the workspace that it needs beside the output; counters are int32, zeros before and after.
+    partial_bytes: the workspace that it needs beside the output.
     """
 
     def __init__(self, form: Form, dtype: str, strides: tuple[int, int], slots: Slots) -> None:
         recipe, rows, k = form.recipe, form.rows, form.k
-        transposed = strides[1] != 1
-        shape, stride = ((k, rows), strides[1]) if transposed else ((rows, k), strides[0])
-        if transposed and strides[0] != 1:
-            raise ValueError(f"strides {strides}: one must be 1")
-        x = Array(slots.x, TYPES[dtype], shape, (stride, 1))
-        data = Array(slots.data, FORMATS[recipe.dtype], (rows, form.padded_k))
-        scale = Array(slots.scale, tl.uint8 if recipe.scale_dtype == "e8m0" else tl.float32, form.stored_scale)
-        partial, counter = Array(slots.partial, tl.float32, (1,)), Array(slots.counter, tl.int32, (1,))
-        out = (rows, form.padded_k)
-        self.partial_bytes, self.counters = 0, 0
+        transposed, shape, stride = _lying(form, strides)
+        x, data, scale = _pointers(form, dtype, shape, stride, slots)
+        partial, out = Array(slots.partial, tl.float32, (1,)), (rows, form.padded_k)
+        self.partial_bytes = 0
         if recipe.granularity == "tensor":
-            amax, cast = by_row.tensor_launches(shape, stride, out, transposed=transposed)
-            launches: list[tuple[Any, tuple[Any, ...]]] = [(amax, (x, partial)), (cast, (x, partial, data, scale))]
+            launches: tuple[Any, ...] = by_row.tensor_launches(shape, stride, out, transposed=transposed)
             self.partial_bytes = 4 * by_row.TENSOR_PARTIALS
-        elif recipe.granularity == "row" and not transposed:
-            launches = [(by_row.rows_launch(shape, stride, out), (x, data, scale, None, None))]
+        elif recipe.granularity == "row" and transposed:
+            launches = by_column.columns_launches(shape, stride, out)
+            self.partial_bytes = 4 * by_column.columns_workspace(shape, out)
         elif recipe.granularity == "row":
-            values, self.counters = by_column.columns_workspace(out)
-            self.partial_bytes = 4 * values
-            extra: tuple[Any, ...] = ()
-            if by_column.column_tiles(out) is not None:
-                extra = (partial, counter) if values else (None, None)
-            launches = [(by_column.columns_launch(shape, stride, out), (x, data, scale, *extra))]
+            launches = (by_row.rows_launch(shape, stride, out),)
         else:
             block = recipe.block(rows, k)
-            launch = by_block.blocks_launch(shape, stride, out, block, form.scale_strides, transposed=transposed)
-            launches = [(launch, (x, data, scale))]
+            launches = (by_block.blocks_launch(shape, stride, out, block, form.scale_strides, transposed=transposed),)
+        guard = (None, None) if recipe.granularity == "row" and not transposed else ()
+        pointers = [(x, data, scale, *guard)] if len(launches) == 1 else [(x, partial), (x, partial, data, scale)]
         self.launches = [
-            launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options)
-            for launch, pointers in launches
+            launching.bind(launch.kernel, launch.grid, [*given, *launch.sizes], launch.options)
+            for launch, given in zip(launches, pointers, strict=True)
         ]
 
 
-def quantized_together(forms: Sequence[Form], dtypes: Sequence[str], strides: Sequence[tuple[int, int]]) -> Any:
-    """Return (launch, partial bytes, counters) that quantize both operands at once, or None where that is no gain."""
-    sources, pointers = [], []
-    for form, dtype, stride, slots in zip(forms, dtypes, strides, (OF_A, OF_B), strict=True):
+def _lying(form: Form, strides: tuple[int, int]) -> tuple[bool, tuple[int, int], int]:
+    """Return whether (rows, k) lies transposed, and the shape and outer stride that it lies in."""
+    if strides[1] == 1:
+        return False, (form.rows, form.k), strides[0]
+    if strides[0] != 1:
+        raise ValueError(f"strides {strides}: one must be 1")
+    return True, (form.k, form.rows), strides[1]
+
+
+def _pointers(form: Form, dtype: str, shape: tuple[int, int], stride: int, slots: Slots) -> tuple[Array, Array, Array]:
+    scale_dtype = tl.uint8 if form.recipe.scale_dtype == "e8m0" else tl.float32
+    return (
+        Array(slots.x, TYPES[dtype], shape, (stride, 1)),
+        Array(slots.data, FORMATS[form.recipe.dtype], (form.rows, form.padded_k)),
+        Array(slots.scale, scale_dtype, form.stored_scale),
+    )
+
+
+def quantized_together(sides: Sequence[tuple[Form, str, tuple[int, int], Slots]]) -> Bound | None:
+    """Return what quantizes both operands in one launch, or None where that is no gain."""
+    found = []
+    for form, dtype, strides, slots in sides:
         if form.recipe.granularity != "row" or form.rows * form.k > TOGETHER_LIMIT:
             return None
-        transposed = stride[1] != 1
-        shape, step = ((form.k, form.rows), stride[1]) if transposed else ((form.rows, form.k), stride[0])
-        source = together.Source(shape, step, (form.rows, form.padded_k), transposed)
-        if together.tiles_of(source) is None:
+        transposed, shape, stride = _lying(form, strides)
+        source = together.Source(shape, stride, (form.rows, form.padded_k), transposed)
+        if together.tile_of(source) is None:
             return None
-        sources.append(source)
-        pointers += [
-            Array(slots.x, TYPES[dtype], shape, (step, 1)),
-            Array(slots.data, FORMATS[form.recipe.dtype], (form.rows, form.padded_k)),
-            Array(slots.scale, tl.float32, form.stored_scale),
-        ]
-    values, counters = together.many_workspace(sources)
-    pointers += [None] * (3 * (together.MAX_OPERANDS - 2))
-    pointers += (
-        [Array(JOINT_PARTIAL, tl.float32, (1,)), Array(JOINT_COUNTER, tl.int32, (1,))] if values else [None, None]
-    )
-    launch = together.many_launch(sources)
-    bound = launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options)
-    return bound, 4 * values, counters
+        found.append((source, _pointers(form, dtype, shape, stride, slots)))
+    found.sort(key=lambda pair: not pair[0].transposed)  # those take longest
+    launch = together.many_launch([source for source, _ in found])
+    pointers: list[Any] = [pointer for _, three in found for pointer in three]
+    pointers += [None] * (3 * (together.MAX_OPERANDS - len(found)))
+    return launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options)
 
 
 def rows_view(x: Tensor, axis: int) -> Tensor:
@@ -196,8 +194,7 @@ def encode(x: Any, recipe: ScalingRecipe, axis: int) -> Encoded:
         data = torch.empty((form.rows, form.padded_k), dtype=STORED[recipe.dtype], device=x.device)
         scale = torch.empty(form.stored_scale, dtype=_scale_dtype(recipe), device=x.device)
         partial = torch.empty(max(quantizer.partial_bytes, 1), dtype=torch.uint8, device=x.device)
-        counters = torch.zeros(max(quantizer.counters, 1), dtype=torch.int32, device=x.device)
-        addresses = [space.data_ptr() for space in (data, scale, rows, partial, counters)]
+        addresses = [space.data_ptr() for space in (data, scale, rows, partial)]
         for launch in quantizer.launches:
             launch(_current_stream(x.device.index), addresses)
     return Encoded(data, scale)
@@ -282,13 +279,12 @@ def entries(problem: Problem, operand: Operand) -> int:
 class _Steps(NamedTuple):
     """What one call launches before the product, for operands of some strides, and the workspace for it.
 
-    offsets: of each slot in the workspace, 0 for what is elsewhere. counters: each with its slot.
+    offsets: of each slot in the workspace, 0 for what is elsewhere.
     """
 
     launches: list[Bound]
     offsets: list[int]
     size: int
-    counters: list[tuple[int, Counters]]
 
 
 class Kernel(NamedTuple):
@@ -334,8 +330,6 @@ class ScaledProduct:
     def _made(self, strides_a: Any, strides_b: Any) -> _Steps:
         of_b = None if strides_b is None else (strides_b[1], strides_b[0])
         sides = [(side, strides) for side, strides in ((self.left, strides_a), (self.right, of_b)) if strides]
-        launches: list[Bound] = []
-        counters: list[tuple[int, Counters]] = []
         offsets, size = [0] * SLOTS, 0
 
         def place(slot: int, count: int) -> None:
@@ -346,23 +340,16 @@ class ScaledProduct:
         for side, _ in sides:
             place(side.slots.data, side.form.rows * side.form.padded_k)
             place(side.slots.scale, side.form.scale_bytes)
-        joint = None
         if len(sides) == 2:
-            forms, dtypes, strides = zip(*((side.form, side.dtype, stride) for side, stride in sides), strict=True)
-            joint = quantized_together(forms, dtypes, strides)
-        if joint is not None:
-            launch, partial_bytes, count = joint
-            launches.append(launch)
-            place(JOINT_PARTIAL, partial_bytes)
-            counters += [(JOINT_COUNTER, Counters(count, self.device))] if count else []
-        else:
-            for side, strides in sides:
-                quantizer = Quantizer(side.form, side.dtype, strides, side.slots)
-                launches += quantizer.launches
-                place(side.slots.partial, quantizer.partial_bytes)
-                count = quantizer.counters
-                counters += [(side.slots.counter, Counters(count, self.device))] if count else []
-        return _Steps(launches, offsets, size, counters)
+            joint = quantized_together([(side.form, side.dtype, strides, side.slots) for side, strides in sides])
+            if joint is not None:
+                return _Steps([joint], offsets, size)
+        launches: list[Bound] = []
+        for side, strides in sides:
+            quantizer = Quantizer(side.form, side.dtype, strides, side.slots)
+            launches += quantizer.launches
+            place(side.slots.partial, quantizer.partial_bytes)
+        return _Steps(launches, offsets, size)
 
     def call(self) -> Plan:
         """Return the product as a function."""
@@ -411,9 +398,6 @@ class ScaledProduct:
             else:
                 keep.append(made := right.encoded(b))
                 addresses[b_data], addresses[b_scale] = made.matrix.data_ptr(), made.scale.data_ptr()
-            for slot, counters in steps.counters:
-                keep.append(zeros := counters.on(stream))
-                addresses[slot] = zeros.data_ptr()
             for launch in steps.launches:
                 launch(stream, addresses)
             if bias is None or _fusable(bias, problem.n):
@@ -440,7 +424,7 @@ class ScaledProduct:
 
 
 def _fusable(bias: Tensor, n: int) -> bool:
-    return bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0
+    return bool(bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0)
 
 
 def _values(side: _Side, outer: int) -> Array:

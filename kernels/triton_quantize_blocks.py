@@ -101,7 +101,7 @@ def transpose_blocks_kernel(
     block_scale, inverse = scales_of(tl.max(tl.max(largest, 3), 1), out, scale)  # (down, across)
     inverse = tl.broadcast_to(inverse[:, None, :, None], (down, quarter, across, width))
     inverse = inverse.reshape(down * quarter, across * width)
-    word = tl.trans(encode_four(first, second, third, fourth, inverse, out))
+    word = tl.trans(encode_four(first, second, third, fourth, inverse, out, whole))
     store_four(out, word, tl.trans(col), tl.trans(quad), out_rows, out_cols, whole)
     block_row = tile_row * down + tl.arange(0, down)
     block_col = tile_col * across + tl.arange(0, across)

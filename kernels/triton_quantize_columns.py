@@ -54,7 +54,7 @@ def quantize_column_tile(
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     col_scale, inverse = scales_of(tl.max(four_magnitudes(first, second, third, fourth), 0), out, scale)
     store_scale(scale + col, col_scale, col < out_rows)
-    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out))
+    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, whole))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
 
 
@@ -121,7 +121,7 @@ def scale_columns_kernel(
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
     if tl.program_id(0) == 0:
         store_scale(scale + col, col_scale, col < out_rows)
-    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out))
+    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, whole))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
 
 

@@ -144,12 +144,20 @@ def _saturated(x, inverse, out):
 
 
 @triton.jit
-def encode_four(first, second, third, fourth, inverse, out):
+def encode_four(first, second, third, fourth, inverse, out, whole: tl.constexpr):
     """Return four tiles, encoded as by `encode`, as one of words, the first lowest.
 
-    Words are ready to be transposed: bytes are slow to, each alone through shared memory.
+    Words are ready to be transposed: bytes are slow to, each alone through shared memory. whole: as in `store_four`;
+    words that are stored in bytes are computed in bytes by LLVM, and `encode` says what comes of sums then.
     """
-    if out.dtype.element_ty == tl.float8e5:
+    if out.dtype.element_ty == tl.float8e5 and not whole:
+        word = _word(
+            encode(first, inverse, out).to(tl.uint8, bitcast=True),
+            encode(second, inverse, out).to(tl.uint8, bitcast=True),
+            encode(third, inverse, out).to(tl.uint8, bitcast=True),
+            encode(fourth, inverse, out).to(tl.uint8, bitcast=True),
+        )
+    elif out.dtype.element_ty == tl.float8e5:
         word = _word(
             _saturated(first, inverse, out),
             _saturated(second, inverse, out),

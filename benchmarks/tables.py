@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,11 @@ def rows(table: str) -> list[Row]:
             entry = json.loads(line)
             if entry["table"] == table:
                 kind = (entry.get("problem"), entry.get("gate"), entry.get("jitted"), entry.get("framework"))
+                kind += (
+                    entry.get("layout"),
+                    entry.get("weight_prepared"),
+                    entry["table"] == "host_call" and entry["candidate"],
+                )
                 found[json.dumps([path.stem, *kind, entry.get("size")])] = entry
     return list(found.values())
 
@@ -67,10 +74,61 @@ def host() -> str:
     return "\n".join([*lines, "", *_machines(found)])
 
 
+def kernels(table: str) -> str:
+    """Return a table of benchmarks/gemm.py: our latency and TFLOP/s beside each peer's latency."""
+    found = rows(table)
+    peers = list(dict.fromkeys(name.partition("@")[0] for entry in found for name in entry["peers"]))
+    extra = [name for name in ("layout", "weight_prepared") if any(name in entry for entry in found)]
+    head = ["m x n x k", *(name.replace("_", " ") for name in extra), "ours", "TFLOP/s", *peers, "against the best"]
+    lines = [f"| {' | '.join(head)} | config |", "|---" * (len(head) + 1) + "|"]
+    for entry in found:
+        problem, times = entry["problem"], {name.partition("@")[0]: us for name, us in entry["peers"].items()}
+        cells = [
+            f"{problem['m']} x {problem['n']} x {problem['k']}",
+            *(str(entry.get(name, "")) for name in extra),
+            f"{_us(entry['latency_us'])} ± {_us(entry['spread_us'] / 2)}",
+            f"{entry['tflops']:.0f}",
+            *(_us(times.get(name)) for name in peers),
+            _number(entry["speedup"], "{:.2f}x"),
+            f"`{entry['candidate'].rpartition('/')[2]}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    ratios = [entry["speedup"] for entry in found if entry["speedup"]]
+    mean = [f"Geometric mean {statistics.geometric_mean(ratios):.3f}x.", ""] if ratios else []
+    return "\n".join([*lines, "", *mean, *_machines(found)])
+
+
+def quantize() -> str:
+    """Return the table of the quantizer's speed, as the share of a copy's bytes a second."""
+    lines = ["| rows x columns | ours | copy | TB/s | share of copy |", "|---|---|---|---|---|"]
+    found = rows("quantize")
+    for entry in found:
+        height, width = entry["problem"]["m"], entry["problem"]["n"]
+        copied = next(iter(entry["peers"].values()))
+        speed = 3e-6 * height * width / entry["latency_us"]
+        share = _number(entry["share_of_copy"], "{:.2f}")
+        times = f"{_us(entry['latency_us'])} | {_us(copied)}"
+        lines.append(f"| {height} x {width} | {times} | {speed:.2f} | {share} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+def host_call() -> str:
+    """Return the table of what a known call takes of the host."""
+    lines = ["| 256 x 256 x 256, bfloat16 | host time | torch.matmul | ratio |", "|---|---|---|---|"]
+    found = rows("host_call")
+    for entry in found:
+        own = next(iter(entry["peers"].values()))
+        lines.append(f"| {entry['candidate']} | {_us(entry['host_us'])} | {_us(own)} | {entry['ratio']:.2f} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "gpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("sm")),
     "cpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("cpu")),
     "host": host,
+    **{name: partial(kernels, name) for name in ("dense", "mid", "decode", "block", "end_to_end")},
+    "quantize": quantize,
+    "host_call": host_call,
 }
 
 

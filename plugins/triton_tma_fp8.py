@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -19,6 +20,7 @@ from dispatch import (
     FORMATS,
     FP8_DTYPES,
     Capability,
+    Decision,
     Operand,
     Plan,
     Problem,
@@ -147,6 +149,8 @@ def _plain_rejections(problem: Problem) -> list[Rejection]:
 def _triton_rejection() -> Rejection | None:
     if not _has_triton():
         return Rejection("triton", "not installed", "triton >= 3.6: pip install gemm-dispatch[triton]")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Rejection("TRITON_INTERPRET", "1", "compiled kernels; the interpreter is for the kernels' own tests")
     return None
 
 
@@ -161,3 +165,26 @@ def _has_triton() -> bool:
 def dispatch_backends() -> list[TritonBackend]:
     """Return the backend."""
     return [TritonBackend()]
+
+
+@hookimpl
+def dispatch_decided(decision: Decision) -> None:
+    """With TRITON_PRINT_AUTOTUNING=1, which Triton has for its own autotuner, print what was tried and what won."""
+    if os.environ.get("TRITON_PRINT_AUTOTUNING") == "1":
+        for line in tuned(decision):
+            print(line)
+
+
+def tuned(decision: Decision) -> list[str]:
+    """Return a line for each recipe: how many configs were measured for the problem, and the fastest."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for verdict in decision.candidates:
+        candidate, measured = verdict.candidate, verdict.measurement
+        if candidate.backend == TritonBackend.name and candidate.config and measured is not None:
+            kind = f"{candidate.recipe}/{candidate.accumulation}" if candidate.recipe else "lossless"
+            found.setdefault(kind, []).append((measured.latency_us, candidate.config))
+    return [
+        f"Triton autotuning for {decision.problem}, {kind}: best of {len(times)} configs: "
+        f"{min(times)[1]}, {min(times)[0]:.1f} us"
+        for kind, times in found.items()
+    ]

@@ -53,7 +53,8 @@ def map_arrays(value: Any, copy: Callable[[Any], Any], is_array: Callable[[Any],
     if is_array(value):
         return copy(value)
     if isinstance(value, tuple | list):
-        return type(value)(map_arrays(item, copy, is_array) for item in value)
+        items = [map_arrays(item, copy, is_array) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {name: map_arrays(item, copy, is_array) for name, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -212,3 +212,26 @@ def test_latencies_are_those_of_the_call_whatever_the_order(clock):
     for index, timing in enumerate(timings):
         assert timing.latency_us == min(runs[index])
         assert timing.median_us == statistics.median(runs[index])
+
+
+def test_operands_are_copied_in_whatever_holds_them() -> None:
+    from dataclasses import dataclass
+    from typing import Any, NamedTuple
+
+    from dispatch.frameworks._clock import map_arrays
+
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
+    @dataclass(frozen=True)
+    class Held:
+        array: Any
+        name: str
+
+    x = np.ones(3)
+    held = [Pair(x, {"k": (x, 2)}), Held(x, "y")]
+    pair, other = map_arrays(held, lambda array: array + 1, lambda value: isinstance(value, np.ndarray))
+    assert isinstance(pair, Pair)
+    assert pair.first[0] == pair.second["k"][0][0] == other.array[0] == 2
+    assert (pair.second["k"][1], other.name) == (2, "y")

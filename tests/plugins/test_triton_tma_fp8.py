@@ -103,6 +103,10 @@ class TestRejections:
         monkeypatch.setattr(triton_tma_fp8, "_has_triton", lambda: False)
         assert reasons(problem()) == "triton is not installed; needs triton >= 3.6: pip install gemm-dispatch[triton]"
 
+    def test_the_interpreter_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert reasons(problem()).startswith("TRITON_INTERPRET is 1; needs compiled kernels")
+
     def test_measured_means_hopper(self) -> None:
         assert {x.status for x in BACKEND.capabilities if x.archs == ("sm90",)} == {"measured"}
         assert {x.status for x in BACKEND.capabilities if x.archs != ("sm90",)} == {"compiled"}
@@ -147,6 +151,24 @@ class TestConfigs:
     def test_other_names_are_refused(self, name: str) -> None:
         with pytest.raises(ValueError, match="is no config; one is sm90_gemm_e4m3_tma_warpspecialized_pingpong"):
             names.Config.parse(name)
+
+
+def test_what_was_tuned_is_printed_on_request(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from dispatch.plugins.triton_tma_fp8 import dispatch_decided
+
+    from dispatch import Measurement, Verdict
+
+    asked = problem(ROW, 8192, 8192, 8192)
+    candidates = [dispatch.Candidate("triton_tma_fp8", asked.recipe, "fast", name) for name in BACKEND.configs(asked)]
+    measured = [Measurement(90.0 - index, 90.0, 1.0, 9, 1.5, None, "caller") for index in range(len(candidates))]
+    verdicts = [Verdict(c, "passed", "", m) for c, m in zip(candidates, measured, strict=True)]
+    decision = SimpleNamespace(problem=asked, candidates=verdicts)
+    dispatch_decided(decision)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("TRITON_PRINT_AUTOTUNING", "1")
+    dispatch_decided(decision)  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert f"e4m3:row/fast: best of {len(candidates)} configs: {candidates[-1].config}, " in said
 
 
 def _compiler() -> ModuleType:

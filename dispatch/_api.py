@@ -56,7 +56,7 @@ def matmul(
     if bias is activation is out_dtype is policy is backend is scope is None:
         key_of = _keys.get(type(a))
         if key_of is not None:
-            key = key_of(a, b, _active())
+            key = key_of(a, b, _active()) if type(b) is not PreparedOperand else key_of(a, b.array, (_active(),))
             plan = _young.get(key)
             if plan is not None:
                 try:
@@ -135,9 +135,9 @@ def _key(call: Request, options: Options) -> Hashable | None:
     bias = call.bias is not None and call.room.key(call.bias, call.bias)
     if own is None or bias is None:
         return None
-    plain = call.plain and call.bias is None and call.activation is None and call.out_dtype is None
-    if plain and options.backend is None and options.scope is None and options.policy is current_policy():
-        return own
+    plain = call.bias is call.activation is call.out_dtype is options.backend is options.scope is None
+    if plain and options.policy is current_policy() and (call.plain or call.weighted):  # as matmul itself makes it
+        return own if call.plain else call.room.key(call.a, call.b.array, (_active(),))
     facts = tuple(_facts(x) for x in (call.a, call.b))
     return own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope, options.policy
 
@@ -152,7 +152,7 @@ def _remember(key: Hashable, call: Request, resolved: Resolved) -> None:
     backend = resolved.decision.backend
     _table.keep(key, resolved.plan, None if backend in FRAMEWORKS_OWN else backend)
     kind = type(call.a)
-    if kind not in _keys and call.plain:
+    if kind not in _keys and (call.plain or call.weighted):
         _keys[kind] = call.room.key
 
 

@@ -37,6 +37,11 @@ class Request:
         return not any(isinstance(x, ScaledArray | PreparedOperand) for x in (self.a, self.b))
 
     @property
+    def weighted(self) -> bool:
+        """Whether a is an array of the framework and b a prepared operand."""
+        return isinstance(self.b, PreparedOperand) and not isinstance(self.a, ScaledArray | PreparedOperand)
+
+    @property
     def unmeasurable(self) -> str | None:
         """Why nothing may be measured for these operands now, or None."""
         return self.room.measurable(array_of(self.a)) or self.room.measurable(array_of(self.b))

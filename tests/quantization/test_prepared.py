@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+import dispatch
 from dispatch.frameworks import framework
 from dispatch.quantization import PreparedOperand, prepare, quantize
 
@@ -311,3 +312,20 @@ def test_a_copy_makes_forms_of_its_own_array():
     change_by_fill(new)
     assert torch.equal(decoded(copied, Counting()), torch.full((4, 8), 3.0))
     assert torch.equal(decoded(prepared, Counting()), torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("name", dispatch.installed())
+def test_a_known_product_with_a_weight_is_looked_up_as_any_other(name, monkeypatch):
+    from dispatch import _api
+
+    room = dispatch.framework(name)
+    a, b, c = (room.normal((24, 24), "float32", seed, "cpu") for seed in range(3))
+    weight, other = dispatch.prepare(b), dispatch.prepare(c)
+    first = room.to_numpy(dispatch.matmul(a, weight))
+    plain = room.to_numpy(dispatch.matmul(a, b))
+    monkeypatch.setattr(_api, "request", lambda *arguments: pytest.fail("a known call was described anew"))
+    assert np.array_equal(room.to_numpy(dispatch.matmul(a, weight)), first)
+    assert np.array_equal(room.to_numpy(dispatch.matmul(a, b)), plain)
+    np.testing.assert_allclose(
+        room.to_numpy(dispatch.matmul(a, other)), room.to_numpy(a) @ room.to_numpy(c), rtol=1e-4, atol=1e-4
+    )

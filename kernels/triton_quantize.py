@@ -28,6 +28,7 @@ from dispatch.kernels.triton_quantize_common import (
     magnitude,
     scales_of,
     store_scale,
+    wait_for_predecessor,
 )
 
 ROW_LIMIT = 16384
@@ -120,8 +121,10 @@ def quantize_rows_kernel(
     out_cols,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Quantize `block_rows` rows a program: one read, one write."""
+    wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     tile = tl.program_id(0)
     quantize_row_tile(x, out, scale, sums, offset, tile, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
@@ -129,9 +132,21 @@ def quantize_rows_kernel(
 
 @triton.jit
 def quantize_long_rows_kernel(
-    x, out, scale, sums, offset, rows, cols, stride, out_rows, out_cols, block_cols: tl.constexpr
+    x,
+    out,
+    scale,
+    sums,
+    offset,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Quantize one row in two loops; the second read of it comes from L2."""
+    wait_for_predecessor(dependent)
     rows, cols, out_cols = rows - SHIFT, cols - SHIFT, out_cols - SHIFT
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, block_cols)
@@ -157,9 +172,19 @@ def quantize_long_rows_kernel(
 
 @triton.jit
 def tensor_amax_kernel(
-    x, partial, rows, cols, stride, row_tiles, col_tiles, block_rows: tl.constexpr, block_cols: tl.constexpr
+    x,
+    partial,
+    rows,
+    cols,
+    stride,
+    row_tiles,
+    col_tiles,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Store the finite amax of every num_programs-th tile of x (rows, cols) in partial[program]."""
+    wait_for_predecessor(dependent)
     rows, cols = rows - SHIFT, cols - SHIFT
     largest = tl.zeros((block_rows, block_cols), tl.float32)
     for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
@@ -187,11 +212,13 @@ def scale_tensor_kernel(
     transposed: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Scale and cast one tile of x (rows, cols), transposed if asked, given the partial maxima of the whole.
 
     Tiles go from the last to the first: the last were read most recently and are likelier still in L2.
     """
+    wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)

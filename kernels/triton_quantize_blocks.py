@@ -24,6 +24,7 @@ from dispatch.kernels.triton_quantize_common import (
     scales_of,
     store_four,
     store_scale,
+    wait_for_predecessor,
 )
 
 TILES = {(1, 128): (16, 512), (128, 128): (128, 128), (64, 64): (64, 128), (32, 32): (32, 128), (1, 32): (8, 512)}
@@ -48,11 +49,13 @@ def quantize_blocks_kernel(
     height: tl.constexpr,
     across: tl.constexpr,
     width: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Quantize `down` by `across` blocks of height x width values of x (rows, cols).
 
     scale_stride_row and scale_stride_col, in elements, step from block to block along the rows and columns of out.
     """
+    wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     col_tiles = tl.cdiv(out_cols, across * width)
     block_row = (tl.program_id(0) // col_tiles).to(tl.int64) * down + tl.arange(0, down)
@@ -86,8 +89,10 @@ def transpose_blocks_kernel(
     quarter: tl.constexpr,
     across: tl.constexpr,
     width: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Quantize and transpose `down` by `across` blocks of x (rows, cols), each of 4 * quarter x width values."""
+    wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     height: tl.constexpr = 4 * quarter
     col_tiles = tl.cdiv(out_rows, across * width)

@@ -26,6 +26,7 @@ from dispatch.kernels.triton_quantize_common import (
     scales_of,
     store_four,
     store_scale,
+    wait_for_predecessor,
 )
 
 WHOLE_COLUMN = 2048
@@ -72,8 +73,10 @@ def quantize_columns_kernel(
     whole: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Quantize and transpose `block_cols` columns a program. whole: whether out_cols is a multiple of 4."""
+    wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     tile = tl.program_id(0)
     quantize_column_tile(x, out, scale, tile, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols)
@@ -81,9 +84,18 @@ def quantize_columns_kernel(
 
 @triton.jit
 def column_amax_kernel(
-    x, partial, rows, cols, stride, rows_per_split, block_rows: tl.constexpr, block_cols: tl.constexpr
+    x,
+    partial,
+    rows,
+    cols,
+    stride,
+    rows_per_split,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Store the finite amax of each column over one split of the rows in partial[split, column]."""
+    wait_for_predecessor(dependent)
     rows, cols = rows - SHIFT, cols - SHIFT
     col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)
     first = tl.program_id(1) * rows_per_split
@@ -110,11 +122,13 @@ def scale_columns_kernel(
     splits: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Scale, cast and transpose one tile of x (rows, cols), given the partial maxima of its columns.
 
     Bytes are transposed here, not words: on an H200 words came out wrong where a tile reached beyond the source.
     """
+    wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = tl.program_id(1).to(tl.int64) * block_cols + tl.arange(0, block_cols)

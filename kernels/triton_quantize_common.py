@@ -40,6 +40,18 @@ class Launch(NamedTuple):
 
 
 @triton.jit
+def wait_for_predecessor(dependent: tl.constexpr):
+    """Wait for the end of the kernel before this one in the stream, which `dependent` says it was launched beside.
+
+    Programmatic dependent launch (sm90 and later, Triton's option launch_pdl): the next kernel may be launched once
+    every program is here, and waits in its turn.
+    """
+    if dependent:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def finite_or_nan(x):
     """Return x, and NaN for Inf, in one instruction: Inf times 0 is NaN."""
     return tl.fma(x, 0.0, x)

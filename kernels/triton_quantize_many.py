@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize import quantize_row_tile
 from dispatch.kernels.triton_quantize_columns import quantize_column_tile, whole_columns_tile
-from dispatch.kernels.triton_quantize_common import SHIFT, Launch
+from dispatch.kernels.triton_quantize_common import SHIFT, Launch, wait_for_predecessor
 
 MAX_OPERANDS = 4
 ROW_LIMIT = 8192
@@ -115,8 +115,10 @@ def quantize_many_kernel(
     whole3: tl.constexpr,
     block_rows3: tl.constexpr,
     block_cols3: tl.constexpr,
+    dependent: tl.constexpr = False,
 ):
     """Quantize up to four operands, one tile of one of them a program. What belongs to absent ones is None."""
+    wait_for_predecessor(dependent)
     tile = tl.program_id(0)
     tile = quantize_tile_of(
         x0,

@@ -108,10 +108,13 @@ def form_of(recipe: ScalingRecipe, rows: int, k: int) -> Form:
 class Quantizer:
     """The launches that quantize one operand, (rows, k) of given strides, into a `Form`.
 
-    partial_bytes: the workspace that it needs beside the output.
+    partial_bytes: the workspace that it needs beside the output. dependent: each is launched beside the kernel before
+    it, and waits for it (sm90 and later).
     """
 
-    def __init__(self, form: Form, dtype: str, strides: tuple[int, int], slots: Slots) -> None:
+    def __init__(
+        self, form: Form, dtype: str, strides: tuple[int, int], slots: Slots, *, dependent: bool = False
+    ) -> None:
         recipe, rows, k = form.recipe, form.rows, form.k
         transposed, shape, stride = _lying(form, strides)
         x, data, scale = _pointers(form, dtype, shape, stride, slots)
@@ -131,9 +134,13 @@ class Quantizer:
         guard = (None, None) if recipe.granularity == "row" and not transposed else ()
         pointers = [(x, data, scale, *guard)] if len(launches) == 1 else [(x, partial), (x, partial, data, scale)]
         self.launches = [
-            launching.bind(launch.kernel, launch.grid, [*given, *launch.sizes], launch.options)
-            for launch, given in zip(launches, pointers, strict=True)
+            _bound(launch, given, dependent=dependent) for launch, given in zip(launches, pointers, strict=True)
         ]
+
+
+def _bound(launch: Any, pointers: Sequence[Any], *, dependent: bool) -> Bound:
+    beside = {"dependent": True, "launch_pdl": True} if dependent else {}
+    return launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], {**launch.options, **beside})
 
 
 def _lying(form: Form, strides: tuple[int, int]) -> tuple[bool, tuple[int, int], int]:
@@ -154,7 +161,7 @@ def _pointers(form: Form, dtype: str, shape: tuple[int, int], stride: int, slots
     )
 
 
-def quantized_together(sides: Sequence[tuple[Form, str, tuple[int, int], Slots]]) -> Bound | None:
+def quantized_together(sides: Sequence[tuple[Form, str, tuple[int, int], Slots]], *, dependent: bool) -> Bound | None:
     """Return what quantizes both operands in one launch, or None where that is no gain."""
     found = []
     for form, dtype, strides, slots in sides:
@@ -169,7 +176,7 @@ def quantized_together(sides: Sequence[tuple[Form, str, tuple[int, int], Slots]]
     launch = together.many_launch([source for source, _ in found])
     pointers: list[Any] = [pointer for _, three in found for pointer in three]
     pointers += [None] * (3 * (together.MAX_OPERANDS - len(found)))
-    return launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options)
+    return _bound(launch, pointers, dependent=dependent)
 
 
 def rows_view(x: Tensor, axis: int) -> Tensor:
@@ -357,6 +364,7 @@ class ScaledProduct:
         of_b = None if strides_b is None else (strides_b[1], strides_b[0])
         sides = [(side, strides) for side, strides in ((self.left, strides_a), (self.right, of_b)) if strides]
         offsets, size = [0] * SLOTS, 0
+        dependent = self.problem.arch != "sm89"
 
         def place(slot: int, count: int) -> None:
             nonlocal size
@@ -367,12 +375,13 @@ class ScaledProduct:
             place(side.slots.data, side.form.rows * side.form.padded_k)
             place(side.slots.scale, side.form.scale_bytes)
         if len(sides) == 2:
-            joint = quantized_together([(side.form, side.dtype, strides, side.slots) for side, strides in sides])
+            both = [(side.form, side.dtype, strides, side.slots) for side, strides in sides]
+            joint = quantized_together(both, dependent=dependent)
             if joint is not None:
                 return _Steps([joint], offsets, Workspaces(size, self.device))
         launches: list[Bound] = []
         for side, strides in sides:
-            quantizer = Quantizer(side.form, side.dtype, strides, side.slots)
+            quantizer = Quantizer(side.form, side.dtype, strides, side.slots, dependent=dependent)
             launches += quantizer.launches
             place(side.slots.partial, quantizer.partial_bytes)
         return _Steps(launches, offsets, Workspaces(size, self.device) if size else None)

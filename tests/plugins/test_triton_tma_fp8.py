@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -233,6 +234,41 @@ def test_every_config_compiles_within_the_gpu_s_limits(arch: str, monkeypatch: p
         tensor = {"sm89": "mma.sync", "sm90": "wgmma", "sm120": "mma.sync"}.get(arch, "tcgen05.mma")
         assert tensor in ptx, key
         assert ("cp.async.bulk.tensor" in ptx) == (arch != "sm89"), key
+        if kernel.metadata.launch_pdl:
+            touches = min(found.start() for pattern in (READS, WRITES) for found in pattern.finditer(ptx))
+            assert ptx.index("griddepcontrol.wait") < touches, key
+    assert any(kernel.metadata.launch_pdl for kernel in built.values()) == (arch == "sm90")
+
+
+READS = re.compile(r"\b(?:ld\.global|cp\.async\.bulk\.tensor|cp\.async\.c[ag])\S*")
+WRITES = re.compile(r"\b(?:st\.global|atom\.global|red\.global)\S*")
+
+
+@pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS, "e5m2:32x32"])
+@pytest.mark.parametrize("strides", [(8192, 1), (1, 300), (1, 8192)])
+def test_what_runs_beside_its_predecessor_waits_before_it_touches_memory(
+    recipe: str, strides: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from dispatch.kernels import launching
+    from dispatch.plugins import _triton_torch
+
+    compile_only = lambda kernel, grid, arguments, options: kernel.warmup(*arguments, grid=grid, **options)  # noqa: E731
+    monkeypatch.setattr(launching, "bind", compile_only)
+    form = _triton_torch.form_of(RecipePair.parse(recipe).a, 300, 4096 if 8192 in strides else 300)
+    with _compiler().compiling(90):
+        quantizer = _triton_torch.Quantizer(form, "bfloat16", strides, _triton_torch.OF_A, dependent=True)
+        built = [*quantizer.launches]
+        if recipe == ROW:
+            sides = [(form, "bfloat16", strides, slots) for slots in (_triton_torch.OF_A, _triton_torch.OF_B)]
+            built += [x for x in [_triton_torch.quantized_together(sides, dependent=True)] if x is not None]
+    assert built
+    for kernel in built:
+        ptx = kernel.asm["ptx"]
+        assert kernel.metadata.launch_pdl
+        waits = ptx.index("griddepcontrol.wait")
+        assert waits < min(found.start() for pattern in (READS, WRITES) for found in pattern.finditer(ptx))
 
 
 gpu = pytest.mark.gpu

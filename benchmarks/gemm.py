@@ -294,9 +294,17 @@ def host() -> Iterator[dict[str, Any]]:
     weight = dispatch.prepare(b)
     calls: dict[str, Call] = {
         "torch.matmul": lambda: torch.matmul(a, b),
-        "both quantized": lambda: dispatch.matmul(a, b, backend=BACKEND),
-        "weight prepared": lambda: dispatch.matmul(a, weight, backend=BACKEND),
+        "both quantized": lambda: dispatch.matmul(a, b),
+        "weight prepared": lambda: dispatch.matmul(a, weight),
     }
+    with dispatch.use_policy(backends={"allow": [BACKEND]}, gate={"min_speedup": 0.0}):
+        chosen = dispatch.explain(a, b), dispatch.explain(a, weight)
+        if any(decision.backend != BACKEND for decision in chosen):
+            raise SystemExit(f"not {BACKEND}: {[decision.reason for decision in chosen]}")
+        yield from _host(calls)
+
+
+def _host(calls: dict[str, Call]) -> Iterator[dict[str, Any]]:
     least = {name: float("inf") for name in calls}
     for _ in range(7):
         for name, call in calls.items():

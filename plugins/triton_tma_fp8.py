@@ -142,7 +142,8 @@ def _plain_rejections(problem: Problem) -> list[Rejection]:
         if x.encoded
     ]
     if problem.n % ODD == 0 and problem.k % ODD == 0:
-        found.append(Rejection("n and k", f"multiples of {ODD}", "an odd size: cuBLAS is as fast at even ones"))
+        sizes = f"n={problem.n}, k={problem.k}, multiples of {ODD}"
+        found.append(Rejection("size", sizes, "an odd n or k: without quantizing cuBLAS is as fast at others"))
     return found
 
 

@@ -79,7 +79,7 @@ class TestRejections:
             (BLOCKS, {"a": Operand("bfloat16", (3,)), "b": Operand("bfloat16", (3,))}, "batch is (3,)"),
             (ROW, {"a": Operand("float8_e4m3fn")}, "a is float8_e4m3fn without scales"),
             (TENSOR, {"b": Operand("bfloat16", recipe=ScalingRecipe.parse(ROW))}, "b is quantized as e4m3:row"),
-            (None, {}, "n and k is multiples of 8; needs an odd size"),
+            (None, {}, "size is n=512, k=512, multiples of 8; needs an odd n or k"),
             (None, {"n": 511, "b": Operand("bfloat16", recipe=ScalingRecipe.parse(ROW))}, "b is e4m3:row"),
             ("e5m2:row", {}, "recipe is e5m2:row"),
         ],

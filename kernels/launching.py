@@ -14,6 +14,8 @@ from typing import Any
 
 import triton
 
+KNOWN = "3.6."
+"""Versions of Triton whose launcher is called directly."""
 MAPS_KEPT = 64
 """Encoded tensor maps that one argument keeps, by address: an allocator's addresses recur."""
 
@@ -68,6 +70,8 @@ def bind(kernel: Any, grid: Sequence[int], arguments: Sequence[Any], options: Ma
     arguments: in the kernel's order, with an Array, or a tensor descriptor over one, for everything in memory.
     Addresses must be multiples of 16. What is launched reads memory when it runs: keep it alive in stream order.
     """
+    if not triton.__version__.startswith(KNOWN):
+        return _through_jit(kernel, grid, arguments, options)
     compiled = kernel.warmup(*arguments, grid=tuple(grid), **options)
     compiled._init_handles()
     # The launcher wants every argument by position, constants too.
@@ -158,7 +162,7 @@ def _raw_launcher(compiled: Any) -> tuple[Any, list[Any]] | None:
     """Return the C launcher of a compiled kernel and the facts of its tensor maps, or None if Triton has others."""
     try:
         run = compiled.run
-        if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
+        if run.global_scratch_size or run.profile_scratch_size:
             return None
         if not inspect.isfunction(run.launch):
             return run.launch, []

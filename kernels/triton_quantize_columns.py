@@ -126,8 +126,40 @@ def scale_columns_kernel(
 ):
     """Scale, cast and transpose one tile of x (rows, cols), given the partial maxima of its columns.
 
-    Bytes are transposed here, not words: on an H200 words came out wrong where a tile reached beyond the source.
+    Every tile lies inside, and rows are aligned: with other tiles, whose loads are not vectorized and whose values
+    change their layout, words came out wrong on an H200 (Triton 3.6).
     """
+    wait_for_predecessor(dependent)
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
+    quad = tl.program_id(0).to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
+    col = tl.program_id(1).to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
+    split = tl.arange(0, splits).to(tl.int64)
+    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
+    col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
+    if tl.program_id(0) == 0:
+        store_scale(scale + col, col_scale, col < out_rows)
+    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
+    store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
+
+
+@triton.jit
+def scale_partial_columns_kernel(
+    x,
+    partial,
+    out,
+    scale,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    out_cols,
+    splits: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+    dependent: tl.constexpr = False,
+):
+    """Do the same, byte by byte, for tiles that may reach beyond the source."""
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -157,8 +189,10 @@ def columns_workspace(shape: tuple[int, int], out_shape: tuple[int, int]) -> int
     return COLUMN_SPLITS * shape[1] if whole_columns_tile(out_shape[1]) is None else 0
 
 
-def columns_launches(shape: tuple[int, int], stride: int, out_shape: tuple[int, int]) -> tuple[Launch, ...]:
-    """Return the launches of `quantize_columns`.
+def columns_launches(
+    shape: tuple[int, int], stride: int, out_shape: tuple[int, int], *, aligned: bool = True
+) -> tuple[Launch, ...]:
+    """Return the launches of `quantize_columns`; aligned: the address of x is a multiple of 16.
 
     Either one, with the pointers x, out and scale; or two, with the pointers x, partial and x, partial, out, scale.
     """
@@ -178,11 +212,13 @@ def columns_launches(shape: tuple[int, int], stride: int, out_shape: tuple[int, 
         (*source, rows_per_split),
         {"block_rows": 32, "block_cols": 128, "num_warps": 8},
     )
+    inside = rows == out_cols and rows % 128 == 0 and cols == out_rows and cols % 64 == 0
+    inside = inside and aligned and stride % 16 == 0
     cast = Launch(
-        scale_columns_kernel,
+        scale_columns_kernel if inside else scale_partial_columns_kernel,
         (triton.cdiv(out_cols, 128), triton.cdiv(out_rows, 64), 1),
         sizes,
-        {"splits": COLUMN_SPLITS, "block_rows": 128, "block_cols": 64, "num_warps": 8},
+        {"splits": COLUMN_SPLITS, "block_rows": 128, "block_cols": 64, "num_warps": 4 if inside else 8},
     )
     return amax, cast
 
@@ -193,7 +229,8 @@ def quantize_columns(x: Any, out: Any, scale: Any, partial: Any | None = None) -
     out: (>= cols, >= rows) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out. partial: the
     workspace of `columns_workspace`, of any content, None where that is 0.
     """
-    first, *rest = columns_launches((x.shape[0], x.shape[1]), x.stride(0), (out.shape[0], out.shape[1]))
+    shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
+    first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0)
     if not rest:
         first.run(x, out, scale)
         return

@@ -150,7 +150,7 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
     shapes = {
         "rows": ((1, 1), (3, 17), (5, 1000), (2, triton_quantize.ROW_LIMIT + 16)),
         "columns": ((1, 1), (17, 3), (300, 40)),
-        "columns_two_launches": ((1, 1), (17, 3), (600, 70)),
+        "columns_two_launches": ((1, 1), (17, 3), (600, 70), (256, 64)),
         "tensor": ((1, 1), (17, 600)),
         "tensor_transposed": ((1, 1), (130, 70)),
         "many": ((1, 1), (17, 600)),

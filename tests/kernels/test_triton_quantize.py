@@ -59,8 +59,8 @@ def _launch_all(dtype: Any, fmt: Any) -> None:
         x = torch.empty(rows, cols, dtype=dtype)
         for route in cases.ROUTES if rows == 64 else ("rows",):
             cases.quantize(x, fmt, route, multiple=16)
-    for rows in (1000, 2048, 4096):
-        x = torch.empty(rows, 48, dtype=dtype)
+    for rows, cols in ((1000, 48), (2048, 48), (4096, 48), (4096, 64)):
+        x = torch.empty(rows, cols, dtype=dtype)
         for route in ("columns", "many_transposed") if rows <= 2048 else ("columns",):
             cases.quantize(x, fmt, route, multiple=16)
     sums = torch.empty(2, 4)
@@ -80,6 +80,7 @@ def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> 
         "quantize_columns_kernel",
         "column_amax_kernel",
         "scale_columns_kernel",
+        "scale_partial_columns_kernel",
         "quantize_many_kernel",
         "tensor_amax_kernel",
         "scale_tensor_kernel",
@@ -148,6 +149,7 @@ SIZES = [
     (4097, 15),
     (700, 2049),
     (20000, 33),
+    (4096, 192),
 ]
 
 

@@ -1,0 +1,86 @@
+"""Every kernel of ours once, for tools that look inside: compute-sanitizer, ncu. Needs an NVIDIA GPU.
+
+    compute-sanitizer --tool memcheck python benchmarks/each_kernel.py
+    compute-sanitizer --tool racecheck python benchmarks/each_kernel.py
+    ncu --clock-control none --metrics METRICS python benchmarks/each_kernel.py --size 8192 --only pingpong torch
+
+Metrics that told something: sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed, lts__t_sector_hit_rate.pct,
+sm__cycles_elapsed.avg.per_second, dram__throughput.avg.pct_of_peak_sustained_elapsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dispatch import Operand, Problem, RecipePair, machine
+from dispatch._api import engine
+
+BACKEND = "triton_tma_fp8"
+
+
+def product(size: tuple[int, int, int], recipe: str | None, mode: str | None, config: str | None, layout: str) -> None:
+    """Multiply bfloat16 operands of random values once, by one config, and compare with torch."""
+    m, n, k = size
+    pair = None if recipe is None else RecipePair.parse(recipe)
+    arch = machine()["archs"]["torch"][-1]
+    a, b = Operand("bfloat16"), Operand("bfloat16", (), layout)
+    asked = Problem(m, n, k, a, b, "bfloat16", "torch", arch, "cuda:0", recipe=pair, accumulation=mode)
+    backend: Any = engine().registry.backends[BACKEND].backend
+    left = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    shape = (k, n) if layout == "row" else (n, k)
+    right = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    right = right if layout == "row" else right.t()
+    for name in backend.configs(asked) if config is None else [x for x in backend.configs(asked) if config in x]:
+        out = backend.plan(asked, name)(left, right)
+        wanted = left.double() @ right.double()
+        print(
+            f"{m}x{n}x{k} {recipe} {mode} {layout} {name}: {float((out - wanted).norm() / wanted.norm()):.4f}",
+            flush=True,
+        )
+
+
+def torch_product(size: int) -> None:
+    """Multiply FP8 values with row scales by torch, for comparison."""
+    a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones(size, 1, device="cuda")
+    torch._scaled_mm(a, b.t(), one, one.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def cases(size: int | None) -> dict[str, Callable[[], None]]:
+    """Return what can be run: small odd sizes, or cubes of one size."""
+    cube = None if size is None else (size, size, size)
+    blocks = "e4m3:1x128@e4m3:128x128"
+    found: dict[str, Callable[[], None]] = {
+        "pingpong": lambda: product(cube or (2100, 2100, 400), "e4m3:row", "fast", "pingpong", "col"),
+        "few tiles": lambda: product(cube or (300, 520, 272), "e4m3:row", "fast", None, "row"),
+        "tensor": lambda: product(cube or (300, 520, 272), "e4m3:tensor", "fast", None, "col"),
+        "promoted": lambda: product(cube or (300, 520, 272), "e4m3:row", "promoted", None, "col"),
+        "blocks": lambda: product(cube or (300, 520, 400), blocks, "promoted", None, "row"),
+        "square blocks": lambda: product(cube or (130, 264, 272), "e4m3:64x64", "promoted", None, "col"),
+        "decode": lambda: product((16, 520, 1040), "e4m3:row", "fast", None, "col"),
+        "decode, split": lambda: product((16, 256, 4096), "e4m3:row", "fast", "swapped", "col"),
+        "long columns": lambda: product((300, 264, 4112), "e4m3:row", "fast", None, "row"),
+        "sixteen bit": lambda: product((300, 515, 264), None, None, None, "col"),
+        "torch": lambda: torch_product(size or 256),
+    }
+    return found
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, help="cubes of this size instead of small odd ones")
+    parser.add_argument("--only", nargs="*", choices=cases(None), help="these alone")
+    arguments = parser.parse_args()
+    chosen = cases(arguments.size)
+    for name in arguments.only or chosen:
+        chosen[name]()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,8 @@
     compute-sanitizer --tool racecheck python benchmarks/each_kernel.py
     ncu --clock-control none --metrics METRICS python benchmarks/each_kernel.py --size 8192 --only pingpong torch
 
-Metrics that told something: sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed, lts__t_sector_hit_rate.pct,
-sm__cycles_elapsed.avg.per_second, dram__throughput.avg.pct_of_peak_sustained_elapsed.
+METRICS that told something: sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed,
+sm__cycles_elapsed.avg.per_second, lts__t_sector_hit_rate.pct, dram__throughput.avg.pct_of_peak_sustained_elapsed.
 """
 
 from __future__ import annotations

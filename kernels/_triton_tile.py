@@ -1,7 +1,8 @@
 """What the Triton GEMM kernels share: a tile's loads, its products, its epilogue, and how operands become arguments.
 
 In the jitted functions x and y are the two operands of the tensor core, each K-major: the tile is x times y transposed.
-The dense kernel takes A for x, the decode kernel B.
+The dense kernel takes A for x, the decode kernel B. They are handed on in tuples: an operand or output is what it is in
+memory and its steps over batch and rows, scales are a pointer and its steps over batch, rows and k.
 """
 
 # Triton reads the signatures of jitted functions itself: only its own annotations belong there.
@@ -34,13 +35,12 @@ def _promotes_in_dot():
 
 
 @triton.jit
-def load_tile(
-    source, batch, row, col, rows, cols, batch_step, row_step, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
-):
-    """Return (ROWS, COLS) of source (batch, rows, cols) from (row, col) on, zeros outside.
+def load_tile(operand, batch, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """Return (ROWS, COLS) of an operand (batch, rows, cols) from (row, col) on, zeros outside.
 
-    TMA: source is a descriptor and batch_step 1, or 0 for an operand without batch; else a pointer, steps in elements.
+    TMA: it is a descriptor and its batch step 1, or 0 for one without batch; else a pointer, steps in elements.
     """
+    source, batch_step, row_step = operand
     if TMA:
         tile = source.load([batch * batch_step, row, col]).reshape(ROWS, COLS)
     else:
@@ -81,26 +81,16 @@ def multiply_add(x, y, acc, BLOCK_K: tl.constexpr, PROMOTED: tl.constexpr):
 
 
 @triton.jit
-def multiply_add_scaled(
-    x,
-    y,
-    acc,
-    scale_x,
-    scale_y,
-    row_x,
-    row_y,
-    rows_x,
-    rows_y,
-    step_x,
-    step_y,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    EXTENT_X: tl.constexpr,
-    EXTENT_Y: tl.constexpr,
-):
-    """Return acc + (x y^T) decoded; scale_x and scale_y point to the scales of this step of k."""
-    values_x = block_scales(scale_x, row_x, rows_x, step_x, BLOCK_X, EXTENT_X)
-    values_y = block_scales(scale_y, row_y, rows_y, step_y, BLOCK_Y, EXTENT_Y)
+def multiply_add_scaled(x, y, acc, scales_x, scales_y, row_x, row_y, rows_x, rows_y, group, blocks, extents):
+    """Return acc + (x y^T) decoded by the scales of a group of k."""
+    scale_x, _, step_x, step_x_k = scales_x
+    scale_y, _, step_y, step_y_k = scales_y
+    BLOCK_X: tl.constexpr = blocks[0]
+    BLOCK_Y: tl.constexpr = blocks[1]
+    EXTENT_X: tl.constexpr = extents[0]
+    EXTENT_Y: tl.constexpr = extents[1]
+    values_x = block_scales(scale_x + group * step_x_k, row_x, rows_x, step_x, BLOCK_X, EXTENT_X)
+    values_y = block_scales(scale_y + group * step_y_k, row_y, rows_y, step_y, BLOCK_Y, EXTENT_Y)
     product = tl.dot(x, y.T)
     if EXTENT_Y % BLOCK_Y == 0:
         if EXTENT_X % BLOCK_X == 0:
@@ -115,63 +105,51 @@ def multiply_add_scaled(
 
 
 @triton.jit
+def of_batch(scales, batch):
+    """Return the scales of one batch entry."""
+    scale, batch_step, row_step, k_step = scales
+    return scale + batch.to(tl.int64) * batch_step, batch_step, row_step, k_step
+
+
+@triton.jit
 def sum_over_k(
     x,
     y,
-    scale_x,
-    scale_y,
+    scales_x,
+    scales_y,
     batch,
     row_x,
     row_y,
-    first_step,
-    last_step,
     rows_x,
     rows_y,
     k,
-    x_batch,
-    x_row,
-    y_batch,
-    y_row,
-    scale_x_row,
-    scale_x_k,
-    scale_y_row,
-    scale_y_k,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EXTENT_X: tl.constexpr,
-    EXTENT_Y: tl.constexpr,
-    EXTENT_K: tl.constexpr,
+    first_step,
+    last_step,
+    blocks,
+    extents,
     PROMOTED: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Return the float32 tile (BLOCK_X, BLOCK_Y) of x y^T over the K steps first_step to last_step.
 
-    EXTENT_K above 0: block scales, each of EXTENT_X or EXTENT_Y rows by EXTENT_K values of k, which BLOCK_K divides.
+    blocks: BLOCK_X, BLOCK_Y, BLOCK_K. extents: EXTENT_X, EXTENT_Y, EXTENT_K; the last above 0: block scales, each of
+    EXTENT_X or EXTENT_Y rows by EXTENT_K values of k, which BLOCK_K divides.
     """
+    BLOCK_X: tl.constexpr = blocks[0]
+    BLOCK_Y: tl.constexpr = blocks[1]
+    BLOCK_K: tl.constexpr = blocks[2]
+    EXTENT_K: tl.constexpr = extents[2]
+    scales_x = of_batch(scales_x, batch)
+    scales_y = of_batch(scales_y, batch)
     acc = tl.zeros((BLOCK_X, BLOCK_Y), tl.float32)
     for step in tl.range(first_step, last_step):
         col = step * BLOCK_K
-        tile_x = load_tile(x, batch, row_x, col, rows_x, k, x_batch, x_row, BLOCK_X, BLOCK_K, TMA)
-        tile_y = load_tile(y, batch, row_y, col, rows_y, k, y_batch, y_row, BLOCK_Y, BLOCK_K, TMA)
+        tile_x = load_tile(x, batch, row_x, col, rows_x, k, BLOCK_X, BLOCK_K, TMA)
+        tile_y = load_tile(y, batch, row_y, col, rows_y, k, BLOCK_Y, BLOCK_K, TMA)
         if EXTENT_K > 0:
             group = (col // EXTENT_K).to(tl.int64)
             acc = multiply_add_scaled(
-                tile_x,
-                tile_y,
-                acc,
-                scale_x + group * scale_x_k,
-                scale_y + group * scale_y_k,
-                row_x,
-                row_y,
-                rows_x,
-                rows_y,
-                scale_x_row,
-                scale_y_row,
-                BLOCK_X,
-                BLOCK_Y,
-                EXTENT_X,
-                EXTENT_Y,
+                tile_x, tile_y, acc, scales_x, scales_y, row_x, row_y, rows_x, rows_y, group, blocks, extents
             )
         else:
             acc = multiply_add(tile_x, tile_y, acc, BLOCK_K, PROMOTED)
@@ -179,8 +157,9 @@ def sum_over_k(
 
 
 @triton.jit
-def row_scales(scale, index, limit, step):
-    """Return scale[index * step] in float32, 0 from limit on; step 0 is one scale for all."""
+def row_scales(scales, batch, index, limit):
+    """Return the scales at `index` of a batch entry in float32, 0 from limit on; a row step of 0 is one for all."""
+    scale, _, step, _ = of_batch(scales, batch)
     return tl.load(scale + index.to(tl.int64) * step, mask=index < limit, other=0.0).to(tl.float32)
 
 
@@ -199,9 +178,8 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
-    c, value, batch, row, col, m, n, c_batch, c_row, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
-):
+def store_tile(target, value, batch, row, col, m, n, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    c, c_batch, c_row = target
     if TMA:
         c.store([batch, row, col], value.reshape(1, ROWS, COLS))
     else:
@@ -214,21 +192,15 @@ def store_tile(
 @triton.jit
 def finish_tile(
     acc,
-    c,
-    scale_a,
-    scale_b,
+    target,
+    scales_a,
+    scales_b,
     bias,
     batch,
     row,
     col,
     m,
     n,
-    c_batch,
-    c_row,
-    scale_a_batch,
-    scale_a_row,
-    scale_b_batch,
-    scale_b_row,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HALVES: tl.constexpr,
@@ -244,20 +216,18 @@ def finish_tile(
     r = row + tl.arange(0, BLOCK_M)
     j = col + tl.arange(0, BLOCK_N)
     if SCALED:
-        of_a = row_scales(scale_a + batch.to(tl.int64) * scale_a_batch, r, m, scale_a_row)
-        of_b = row_scales(scale_b + batch.to(tl.int64) * scale_b_batch, j, n, scale_b_row)
+        of_a = row_scales(scales_a, batch, r, m)
+        of_b = row_scales(scales_b, batch, j, n)
         acc = acc * of_a[:, None] * of_b[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + j, mask=j < n, other=0.0).to(tl.float32)[None, :]
     if HALVES == 1:
-        whole = activate(acc, ACTIVATION)
-        store_tile(c, whole, batch, row, col, m, n, c_batch, c_row, BLOCK_M, BLOCK_N, STORE_TMA)
+        store_tile(target, activate(acc, ACTIVATION), batch, row, col, m, n, BLOCK_M, BLOCK_N, STORE_TMA)
     else:
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        left = activate(left, ACTIVATION)
-        store_tile(c, left, batch, row, col, m, n, c_batch, c_row, BLOCK_M, BLOCK_N // 2, STORE_TMA)
-        right = activate(right, ACTIVATION)
-        store_tile(c, right, batch, row, col + BLOCK_N // 2, m, n, c_batch, c_row, BLOCK_M, BLOCK_N // 2, STORE_TMA)
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        store_tile(target, activate(left, ACTIVATION), batch, row, col, m, n, BLOCK_M, HALF, STORE_TMA)
+        store_tile(target, activate(right, ACTIVATION), batch, row, col + HALF, m, n, BLOCK_M, HALF, STORE_TMA)
 
 
 @triton.jit

@@ -104,29 +104,23 @@ def mx_gemm_kernel(
         of_b = scale_b + batch.to(tl.int64) * scale_b_batch
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in tl.range(0, tl.cdiv(k, BLOCK_K)):
-            tile_a = load_tile(a, batch, row, step * BLOCK_K, m, k, a_batch, 0, BLOCK_M, BLOCK_K, True)
-            tile_b = load_tile(b, batch, col, step * BLOCK_K, n, k, b_batch, 0, BLOCK_N, BLOCK_K, True)
+            tile_a = load_tile((a, a_batch, 0), batch, row, step * BLOCK_K, m, k, BLOCK_M, BLOCK_K, True)
+            tile_b = load_tile((b, b_batch, 0), batch, col, step * BLOCK_K, n, k, BLOCK_N, BLOCK_K, True)
             group = step * GROUPS
             exponent_a = _exponents(of_a, row, group, m, groups, scale_a_row, scale_a_k, BLOCK_M, GROUPS, WHOLE_K)
             exponent_b = _exponents(of_b, col, group, n, groups, scale_b_row, scale_b_k, BLOCK_N, GROUPS, WHOLE_K)
             acc = tl.dot_scaled(tile_a, exponent_a, FORMAT_A, tile_b.T, exponent_b, FORMAT_B, acc)
         finish_tile(
             acc,
-            c,
-            scale_a,
-            scale_b,
+            (c, c_batch, c_row),
+            (scale_a, 0, 0, 0),
+            (scale_b, 0, 0, 0),
             bias,
             batch,
             row,
             col,
             m,
             n,
-            c_batch,
-            c_row,
-            0,
-            0,
-            0,
-            0,
             BLOCK_M,
             BLOCK_N,
             HALVES,

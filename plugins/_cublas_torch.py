@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,9 +74,10 @@ def _block_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
 
     fmt = torch.float8_e4m3fn if recipe.dtype == "e4m3" else torch.float8_e5m2
     height, width = recipe.block(1, 1)
+    kernels = importlib.util.find_spec("triton") is not None
 
     def encode(x: Tensor) -> Encoded:
-        if x.device.type != "cuda":
+        if x.device.type != "cuda" or not kernels:  # right too, and slow
             return _encode_scaled(recipe, axis, quantize(x, recipe, axis=axis))
         from dispatch.kernels.triton_quantize_blocks import quantize_blocks
 

@@ -1,4 +1,4 @@
-"""Every kernel of ours once, for tools that look inside: compute-sanitizer, ncu. Needs an NVIDIA GPU.
+"""The kernels of ours that an arch runs, once each, for tools that look inside. Needs an NVIDIA GPU.
 
     compute-sanitizer --tool memcheck python benchmarks/each_kernel.py
     compute-sanitizer --tool racecheck python benchmarks/each_kernel.py
@@ -22,8 +22,14 @@ from dispatch._api import engine
 BACKEND = "triton_tma_fp8"
 
 
-def product(size: tuple[int, int, int], recipe: str | None, mode: str | None, config: str | None, layout: str) -> None:
-    """Multiply bfloat16 operands of random values once, by one config, and compare with torch."""
+def product(
+    size: tuple[int, int, int],
+    recipe: str | None,
+    mode: str | None,
+    config: str | None,
+    layout: str,
+) -> None:
+    """Multiply operands of random values once, by one config, and compare with torch."""
     m, n, k = size
     pair = None if recipe is None else RecipePair.parse(recipe)
     arch = machine()["archs"]["torch"][-1]
@@ -34,13 +40,24 @@ def product(size: tuple[int, int, int], recipe: str | None, mode: str | None, co
     shape = (k, n) if layout == "row" else (n, k)
     right = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     right = right if layout == "row" else right.t()
-    for name in backend.configs(asked) if config is None else [x for x in backend.configs(asked) if config in x]:
+    names = [name for name in backend.configs(asked) if config is None or config in name]
+    if not names:
+        raise SystemExit(f"no {config} among the configs of {asked}: {', '.join(backend.configs(asked))}")
+    for name in names:
         out = backend.plan(asked, name)(left, right)
         wanted = left.double() @ right.double()
         print(
             f"{m}x{n}x{k} {recipe} {mode} {layout} {name}: {float((out - wanted).norm() / wanted.norm()):.4f}",
             flush=True,
         )
+
+
+def prepared(k: int, n: int) -> None:
+    """Quantize a weight (k, n) alone."""
+    weight = torch.randn(k, n, device="cuda", dtype=torch.bfloat16)
+    recipe = RecipePair.parse("e4m3:row").b
+    engine().registry.backends[BACKEND].backend.prepare(weight, recipe, axis=-2)
+    print(f"{k}x{n} {recipe} prepared", flush=True)
 
 
 def torch_product(size: int) -> None:
@@ -63,6 +80,9 @@ def cases(size: int | None) -> dict[str, Callable[[], None]]:
         "square blocks": lambda: product(cube or (130, 264, 272), "e4m3:64x64", "promoted", None, "col"),
         "decode": lambda: product((16, 520, 1040), "e4m3:row", "fast", None, "col"),
         "decode, split": lambda: product((16, 256, 4096), "e4m3:row", "fast", "swapped", "col"),
+        "whole tiles of long columns": lambda: product((256, 256, 4096), "e4m3:row", "fast", None, "row"),
+        "columns alone": lambda: prepared(1040, 264),
+        "long rows": lambda: product((300, 264, 16400), "e4m3:row", "fast", None, "col"),
         "long columns": lambda: product((300, 264, 4112), "e4m3:row", "fast", None, "row"),
         "sixteen bit": lambda: product((300, 515, 264), None, None, None, "col"),
         "torch": lambda: torch_product(size or 256),

@@ -119,7 +119,7 @@ def _tile(index, tiles_m, tiles_n, group: gl.constexpr):
 @gluon.jit
 def _activated(x, form: gl.constexpr):
     if form.activation == "relu":
-        x = gl.where(x > 0, x, x * 0.0)  # NaN stays NaN
+        x = gl.where(x < 0, 0.0, x)  # NaN stays NaN
     elif form.activation == "silu":
         x = x / (1.0 + gl.exp(-x))
     elif form.activation == "gelu":

@@ -131,13 +131,15 @@ def scale_columns_kernel(
     """
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    quad = tl.program_id(0).to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
-    col = tl.program_id(1).to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    row_tiles = tl.cdiv(out_cols, block_rows)
+    row_tile, col_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    quad = row_tile.to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
+    col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     split = tl.arange(0, splits).to(tl.int64)
     maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
-    if tl.program_id(0) == 0:
+    if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
@@ -162,12 +164,14 @@ def scale_partial_columns_kernel(
     """Do the same, byte by byte, for tiles that may reach beyond the source."""
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    col = tl.program_id(1).to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    row_tiles = tl.cdiv(out_cols, block_rows)
+    row_tile, col_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    row = row_tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     split = tl.arange(0, splits).to(tl.int64)
     maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
-    if tl.program_id(0) == 0:
+    if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -216,7 +220,7 @@ def columns_launches(
     inside = inside and aligned and stride % 16 == 0
     cast = Launch(
         scale_columns_kernel if inside else scale_partial_columns_kernel,
-        (triton.cdiv(out_cols, 128), triton.cdiv(out_rows, 64), 1),
+        (triton.cdiv(out_cols, 128) * triton.cdiv(out_rows, 64), 1, 1),
         sizes,
         {"splits": COLUMN_SPLITS, "block_rows": 128, "block_cols": 64, "num_warps": 4 if inside else 8},
     )

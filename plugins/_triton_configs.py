@@ -75,7 +75,8 @@ def configs(problem: Problem) -> list[Config]:
     if problem.recipe is None:
         return _sixteen_bit(problem)
     if _granularity(problem) == "1x32":
-        return [_config(problem, MX, 128, 128, 128, 2)]
+        side = 64 if problem.arch == "sm121" else 128  # larger ones spill there
+        return [_config(problem, MX, side, side, 128, 2)]
     square = _granularity(problem) in ("128x128", "64x64", "32x32")
     if problem.arch != "sm90" or problem.batch or square:
         return _portable(problem)
@@ -109,6 +110,8 @@ def _hopper(problem: Problem) -> list[Config]:
     """
 
     def hopper(schedule: str, block_m: int, block_n: int, stages: int) -> Config:
+        if problem.out_dtype == "float32" and schedule != ONE_CONSUMER:
+            stages -= 1  # the output takes the shared memory of one
         return _config(problem, schedule, block_m, block_n, 128, stages)
 
     large, wide = hopper(PINGPONG, 128, 128, 6), hopper(PINGPONG, 64, 256, 5)

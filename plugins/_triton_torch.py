@@ -1,7 +1,6 @@
 """The Triton products in torch: quantize what is not, multiply, all by launches whose arguments are bound once.
 
-A call allocates the output and one workspace, makes a list of addresses and passes it to each launch: two or three
-launches take less of the host than torch.matmul takes for one.
+A call allocates the output and one workspace, makes a list of addresses and passes it to each launch.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton.language as tl
@@ -38,7 +37,7 @@ ALIGNMENT = 256
 TOGETHER_LIMIT = 1 << 24
 """Values of an operand up to which both are quantized in one launch: above, two launches cost no more."""
 KEPT_BYTES, KEPT = 1 << 20, 64
-"""Up to how many bytes, and for how many streams and threads, a plan keeps its workspace."""
+"""Up to how many bytes a workspace is part of one that is kept, and for how many streams and threads."""
 
 
 class Slots(NamedTuple):
@@ -242,25 +241,27 @@ def _fitted(rows: Tensor, form: Form) -> Tensor:
 
 
 class Workspaces:
-    """Small workspaces, kept for each stream and thread: an allocation is a third of what a small call costs.
+    """Workspaces of `size` bytes. Small ones are parts of one that is kept for each device, stream and thread.
 
-    Within a thread what is launched on one stream runs in order. A captured graph gets its own.
+    An allocation is a third of what a small call costs. Within a thread what is launched on one stream runs in order,
+    whichever plan launches it. A captured graph gets its own.
     """
+
+    _kept: ClassVar[dict[tuple[torch.device, int, int], Tensor]] = {}
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self._kept: dict[tuple[int, int], Tensor] = {}
 
     def on(self, stream: int) -> Tensor:
         """Return a workspace for launches on `stream`, by this thread."""
-        key = stream, get_ident()
+        if self.size > KEPT_BYTES or _capturing():
+            return torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        key = self.device, stream, get_ident()
         found = self._kept.get(key)
-        if found is None or _capturing():
-            found = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-            if self.size <= KEPT_BYTES and not _capturing():
-                if len(self._kept) >= KEPT:
-                    self._kept.clear()
-                self._kept[key] = found
+        if found is None:
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            found = self._kept[key] = torch.empty(KEPT_BYTES, dtype=torch.uint8, device=self.device)
         return found
 
 
@@ -339,8 +340,9 @@ class ScaledProduct:
         self.right = _Side(problem, problem.b, -2, problem.n)
         a, b = _values(self.left, problem.m), _values(self.right, problem.n)
         self._operands = a, b, _scales(self.left, a), _scales(self.right, b)
-        self._kernel = self._bind(problem.out_dtype, problem.bias, problem.activation)
         self._wide: Kernel | None = None
+        self.fuses = fuses(problem)
+        self._kernel = self._bind(problem.out_dtype, problem.bias, problem.activation) if self.fuses else self.wide()
         self._by_strides: dict[Any, _Steps] = {}
 
     def _bind(self, out: str, bias: str | None, activation: str | None) -> Kernel:
@@ -391,7 +393,7 @@ class ScaledProduct:
         problem, left, right, device = self.problem, self.left, self.right, self.device
         index, quantizes_a, quantizes_b = device.index or 0, left.quantizes, right.quantizes
         shape, out_dtype = (*problem.batch, problem.m, problem.n), self.room.dtype(problem.out_dtype)
-        known, kernel, batch = self._by_strides, self._kernel, problem.batch
+        known, kernel, batch, fused = self._by_strides, self._kernel, problem.batch, self.fuses
         (a_data, a_scale, a_x, *_), (b_data, b_scale, b_x, *_) = OF_A, OF_B
         empty, uint8, empty_strided = torch.empty, torch.uint8, torch.empty_strided
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -436,7 +438,7 @@ class ScaledProduct:
                 addresses[b_data], addresses[b_scale] = made.matrix.data_ptr(), made.scale.data_ptr()
             for launch in steps.launches:
                 launch(stream, addresses)
-            if bias is None or _fusable(bias, problem.n):
+            if fused and (bias is None or _fusable(bias, problem.n)):
                 return finish(kernel, stream, addresses, out_dtype, bias)
             return self.room.epilogue(
                 finish(self.wide(), stream, addresses, torch.float32, None), problem, bias
@@ -457,6 +459,11 @@ class ScaledProduct:
             return out
 
         return product
+
+
+def fuses(problem: Problem) -> bool:
+    """Return whether the kernel can add a bias of the problem's dtype, or has none to add."""
+    return problem.bias is None or problem.bias in ("float32", "bfloat16", "float16")
 
 
 def _fusable(bias: Tensor, n: int) -> bool:
@@ -582,7 +589,7 @@ def lossless(problem: Problem, config: names.Config) -> Plan:
     bound: dict[Any, Kernel] = {}
 
     def kernel_for(a: Tensor, b: Tensor, out: str, bias: str | None, activation: str | None) -> Kernel:
-        key = a.shape, a.stride(), b.shape, b.stride(), out
+        key = a.shape, a.stride(), b.shape, b.stride(), out, bias, activation
         if (found := bound.get(key)) is None:
             left = Array(OF_A.data, TYPES[problem.a.dtype], a.shape, a.stride())
             right = Array(OF_B.data, TYPES[problem.b.dtype], b.shape, b.stride())
@@ -595,7 +602,7 @@ def lossless(problem: Problem, config: names.Config) -> Plan:
         if b.ndim > 2 and entries(problem, problem.b) != math.prod(b.shape[:-2]):
             b = b.expand(*problem.batch, *b.shape[-2:])
         left, right = _k_major(a), _k_major(b.mT)
-        fused = bias is None or _fusable(bias, n)
+        fused = fuses(problem) and (bias is None or _fusable(bias, n))
         if fused:
             kernel = kernel_for(left, right, problem.out_dtype, problem.bias, problem.activation)
         else:
@@ -626,7 +633,7 @@ def _k_major(x: Tensor) -> Tensor:
         x = x[0] if x.shape[0] == 1 else x
     step = 16 // x.element_size()
     strides = x.stride()
-    if strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1]) and x.data_ptr() % 16 == 0:
+    if strides[-1] == 1 and all(stride and stride % step == 0 for stride in strides[:-1]) and x.data_ptr() % 16 == 0:
         return x
     k = x.shape[-1]
     padded = x.new_zeros((*x.shape[:-1], _up(k, step))) if k % step else x.new_empty(x.shape)

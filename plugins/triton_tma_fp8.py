@@ -6,9 +6,10 @@ Triton, sm89 those without TMA. Only sm90 was measured; the others are compiled 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -32,14 +33,15 @@ from dispatch import (
 )
 
 _HOPPER = ("sm90",)
-_OTHERS = ("sm89", "sm100", "sm103", "sm120")
-_BLACKWELL = ("sm100", "sm103", "sm120")
+_OTHERS = ("sm89", "sm100", "sm103", "sm120", "sm121")
+_BLACKWELL = ("sm100", "sm103", "sm120", "sm121")
 _FLOATS = ("bfloat16", "float16", "float32")
 _SIXTEEN_BIT = ("bfloat16", "float16")
 _FORMATS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
 _WHOLE = tuple(RecipePair.parse(f"{a}:{x}@{b}:{x}") for x in ("row", "tensor") for a, b in _FORMATS)
 _BLOCKS = tuple(RecipePair.parse(x) for x in ("e4m3:1x128@e4m3:128x128", "e4m3:128x128", "e4m3:64x64", "e4m3:32x32"))
 _MX = tuple(RecipePair.parse(f"{a}:1x32:e8m0@{b}:1x32:e8m0") for a, b in _FORMATS)
+LEAST_TRITON = (3, 6)
 ODD = 8
 """n and k that are all multiples of this are left to cuBLAS where nothing is quantized: it is as fast there."""
 
@@ -84,7 +86,9 @@ class TritonBackend:
         if problem.framework != "torch":
             return [Rejection("framework", problem.framework, "torch")]
         if not any(x.runs_on(problem.arch) for x in CAPABILITIES):
-            return [Rejection("arch", problem.arch, "sm89, sm90, sm100, sm103 or sm120: a GPU with FP8 tensor cores")]
+            return [
+                Rejection("arch", problem.arch, "sm89, sm90, sm100, sm103, sm120 or sm121: a GPU with FP8 tensor cores")
+            ]
         able = [x for x in CAPABILITIES if problem.recipe in x.recipes]
         if not able:
             known = dict.fromkeys(str(recipe or "none") for x in CAPABILITIES for recipe in x.recipes)
@@ -117,12 +121,14 @@ class TritonBackend:
         return encode(operand, recipe, axis)
 
     def plan(self, problem: Problem, config: str | None = None) -> Plan:
-        """Return the product's callable. Raises ValueError for a config that is none, or of another arch."""
+        """Return the product's callable. Raises ValueError for a config that is none, or none of the problem's."""
         from dispatch.plugins._triton_torch import plan
 
-        chosen = names.configs(problem)[0] if config is None else names.Config.parse(config)
-        if chosen.arch != problem.arch:
-            raise ValueError(f"triton_tma_fp8: config {config} is for {chosen.arch}; the problem is on {problem.arch}")
+        able = names.configs(problem)
+        chosen = able[0] if config is None else names.Config.parse(config)
+        if chosen not in able:
+            known = ", ".join(map(str, able))
+            raise ValueError(f"triton_tma_fp8: config {config} is not for {problem}; its configs are {known}")
         return plan(problem, chosen)
 
 
@@ -148,18 +154,30 @@ def _plain_rejections(problem: Problem) -> list[Rejection]:
 
 
 def _triton_rejection() -> Rejection | None:
-    if not _has_triton():
+    version = _triton_version()
+    if version is None:
         return Rejection("triton", "not installed", "triton >= 3.6: pip install gemm-dispatch[triton]")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return Rejection("TRITON_INTERPRET", "1", "compiled kernels; the interpreter is for the kernels' own tests")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_TRITON:
+        return Rejection("triton", version, "triton >= 3.6")
+    if _on("TRITON_INTERPRET"):
+        found = os.environ["TRITON_INTERPRET"]
+        return Rejection("TRITON_INTERPRET", found, "compiled kernels; the interpreter is for the kernels' own tests")
     return None
 
 
 @cache
-def _has_triton() -> bool:
-    if "triton" in sys.modules:  # None there: blocked on purpose
-        return sys.modules["triton"] is not None
-    return importlib.util.find_spec("triton") is not None
+def _triton_version() -> str | None:
+    if "triton" in sys.modules and not sys.modules["triton"]:  # blocked on purpose
+        return None
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _on(name: str) -> bool:
+    """Return whether an environment variable says yes as Triton understands it."""
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")
 
 
 @hookimpl
@@ -171,7 +189,7 @@ def dispatch_backends() -> list[TritonBackend]:
 @hookimpl
 def dispatch_decided(decision: Decision) -> None:
     """With TRITON_PRINT_AUTOTUNING=1, which Triton has for its own autotuner, print what was tried and what won."""
-    if os.environ.get("TRITON_PRINT_AUTOTUNING") == "1":
+    if _on("TRITON_PRINT_AUTOTUNING"):
         for line in tuned(decision):
             print(line)
 

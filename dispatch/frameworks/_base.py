@@ -91,6 +91,15 @@ class Framework(Protocol):
     def to_numpy(self, array: Array) -> NDArray[Any]:
         """Return the values on the host; a dtype that NumPy lacks comes as its ml_dtypes one."""
 
+    def place(self, array: Array) -> Hashable:
+        """Return where the values lie, address, shape and strides, or None where that is not known or never changes."""
+
+    def before_use(self, made: Any, array: Array) -> Callable[[], None] | None:
+        """Return what has to run before each use of `made`, arrays just launched on the device of `array`, or None.
+
+        With CUDA, another stream than the one that they are made on has to wait for them.
+        """
+
     # Products
 
     def matmul(self, a: Array, b: Array) -> Array:

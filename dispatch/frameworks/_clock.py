@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -48,16 +49,23 @@ class WallClock:
         return (time.perf_counter_ns() - start) / 1e3 / repeats
 
 
-def map_arrays(value: Any, copy: Callable[[Any], Any], is_array: Callable[[Any], bool]) -> Any:
-    """Return `value` with every array in it, in tuples, lists, dicts and dataclasses, replaced by its copy."""
+def map_arrays(value: Any, copied: Callable[[Any], Any], is_array: Callable[[Any], bool]) -> Any:
+    """Return `value` with every array in it, in tuples, lists, dicts and dataclasses, replaced by its copy.
+
+    Containers keep their types, and whatever else they hold; none is made by calling its class.
+    """
     if is_array(value):
-        return copy(value)
-    if isinstance(value, tuple | list):
-        items = [map_arrays(item, copy, is_array) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {name: map_arrays(item, copy, is_array) for name, item in value.items()}
+        return copied(value)
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), [map_arrays(item, copied, is_array) for item in value])
+    if isinstance(value, list | dict):
+        made: Any = copy.copy(value)
+        for place, item in value.items() if isinstance(value, dict) else enumerate(value):
+            made[place] = map_arrays(item, copied, is_array)
+        return made
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: map_arrays(getattr(value, f.name), copy, is_array) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **changed)
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(made, field.name, map_arrays(getattr(value, field.name), copied, is_array))
+        return made
     return value

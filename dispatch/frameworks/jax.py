@@ -118,6 +118,12 @@ class JaxRoom:
         """Return the values on the host."""
         return np.asarray(array)
 
+    def place(self, array: Any) -> Hashable:
+        """Return None: arrays never change."""
+
+    def before_use(self, made: Any, array: Any) -> Callable[[], None] | None:
+        """Return None: JAX knows what waits for what."""
+
     def matmul(self, a: Array, b: Array) -> Array:
         """Return jnp.matmul(a, b)."""
         return jnp.matmul(a, b)

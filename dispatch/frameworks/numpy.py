@@ -112,6 +112,12 @@ class NumpyRoom:
         """Return the array."""
         return array
 
+    def place(self, array: NDArray[Any]) -> Hashable:
+        """Return None: an array keeps its memory."""
+
+    def before_use(self, made: Any, array: NDArray[Any]) -> Callable[[], None] | None:
+        """Return None: NumPy never runs ahead."""
+
     def matmul(self, a: NDArray[Any], b: NDArray[Any]) -> Any:
         """Return np.matmul(a, b)."""
         return np.matmul(a, b)

@@ -104,6 +104,21 @@ def native(problem: Problem) -> Plan:
     return decoding
 
 
+class Same:
+    """An object as a part of a key: equal to itself alone, whatever its class says."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: object) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
 def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
     """Return `operand` as the backend's plan for `problem` takes it; a PreparedOperand's form is made once."""
     if not isinstance(operand, PreparedOperand):
@@ -111,7 +126,7 @@ def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
     if problem.recipe is None:
         return stated(framework(problem.framework), operand, getattr(problem, side).dtype).array
     recipe, axis = getattr(problem.recipe, side), CONTRACTION[side]
-    return operand.form((backend.name, recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))
+    return operand.form((Same(backend), recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))
 
 
 def undressing(own: Plan) -> Plan:

@@ -23,6 +23,7 @@ from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
+from dispatch.frameworks._torch_streams import waiting
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided
@@ -143,6 +144,14 @@ class TorchRoom:
 
             bits = host.view(torch.uint8 if host.element_size() == 1 else torch.int16).numpy()
             return np.asarray(bits.view(framework("numpy").dtype(self.dtype_name(array))))
+
+    def place(self, array: Tensor) -> Hashable:
+        """Return address, shape, strides and dtype; None for what has no memory of its own."""
+        return None if _virtual(array) else (array.data_ptr(), array.shape, array.stride(), array.dtype)
+
+    def before_use(self, made: Any, array: Tensor) -> Callable[[], None] | None:
+        """Return what makes another stream than this one wait for `made`, and its memory wait for that stream."""
+        return waiting(made, array.device) if array.is_cuda else None
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """Return torch.matmul(a, b)."""

@@ -21,14 +21,17 @@ class _Form:
     lock: threading.Lock = field(default_factory=threading.Lock)
     made: bool = False
     value: Any = None
+    before_use: Callable[[], None] | None = None
 
 
 class PreparedOperand:
     """An array and its forms, say quantized ones: made lazily, kept, and made anew when the array has changed.
 
-    A change is noticed by the array's in-place version, which torch counts. It does not move on writes through
-    `.data` or a NumPy alias, by an optimizer replayed in a CUDA graph, or to an inference tensor; NumPy arrays have
-    none. Call refresh() after those. JAX arrays never change. The array is held, so its memory is not reused.
+    A change is noticed by the array's in-place version, which torch counts, and by where its memory lies (`.data =`,
+    Module.to()). Neither moves on writes through `.data` or a NumPy alias, by an optimizer replayed in a CUDA graph, or
+    to an inference tensor; NumPy arrays have no version. Call refresh() after those. JAX arrays never change. The array
+    is held, so its memory is not reused. Forms may be used on any CUDA stream; a captured graph goes on reading the
+    forms that there were when it was captured.
     """
 
     __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_room")
@@ -38,7 +41,7 @@ class PreparedOperand:
         self._array = array
         self._lock = threading.Lock()
         self._forms: dict[Hashable, _Form] = {}
-        self._made_at = self.version
+        self._made_at = self._state()
 
     @property
     def array(self) -> Any:
@@ -68,6 +71,9 @@ class PreparedOperand:
         except RuntimeError:  # an inference tensor's
             return None
 
+    def _state(self) -> Hashable:
+        return self.version, self._room.place(self._array)
+
     def form(self, key: Hashable, make: Callable[[Any], Any]) -> Any:
         """Return `make(array)`, made once for `key` and array version however many threads ask.
 
@@ -76,17 +82,20 @@ class PreparedOperand:
         it when `make` raises. `make` must not ask for the form of its own key.
         """
         with self._lock:
-            if (version := self.version) != self._made_at:
+            if (state := self._state()) != self._made_at:
                 self._forms = {}
-                self._made_at = version
+                self._made_at = state
             form = self._forms.setdefault(key, _Form())
         with form.lock:
             if not form.made:
                 if _PASSING.intersection(self._room.modes(self._array, self._array)):
                     return make(self._array)
                 form.value = self._room.isolated(lambda: make(self._array))
+                form.before_use = self._room.before_use(form.value, self._array)
                 form.made = True
-            return form.value
+        if form.before_use is not None:
+            form.before_use()
+        return form.value
 
     def refresh(self) -> None:
         """Drop all forms: the array was written to behind its version's back."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import OrderedDict, defaultdict
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from dispatch.frameworks._clock import map_arrays
 from dispatch.measuring import latency
 from dispatch.measuring.latency import measure_latency
 
@@ -215,11 +219,6 @@ def test_latencies_are_those_of_the_call_whatever_the_order(clock):
 
 
 def test_operands_are_copied_in_whatever_holds_them() -> None:
-    from dataclasses import dataclass
-    from typing import Any, NamedTuple
-
-    from dispatch.frameworks._clock import map_arrays
-
     class Pair(NamedTuple):
         first: Any
         second: Any
@@ -235,3 +234,32 @@ def test_operands_are_copied_in_whatever_holds_them() -> None:
     assert isinstance(pair, Pair)
     assert pair.first[0] == pair.second["k"][0][0] == other.array[0] == 2
     assert (pair.second["k"][1], other.name) == (2, "y")
+    assert x[0] == 1
+
+
+def test_containers_of_operands_stay_what_they_are() -> None:
+    class Owned(list):
+        def __init__(self, owner: str, items: tuple[object, ...] = ()) -> None:
+            super().__init__(items)
+            self.owner = owner
+
+    class Two(tuple):
+        def __new__(cls, first: object, second: object) -> Any:
+            return super().__new__(cls, (first, second))
+
+    @dataclass
+    class Late:
+        array: object
+        scale: InitVar[int]
+        twice: object = field(init=False)
+
+        def __post_init__(self, scale: int) -> None:
+            self.twice = self.array * scale
+
+    x = np.ones(2)
+    values = [Owned("me", (x, 1)), Two(x, 2), OrderedDict(a=x), defaultdict(list, a=x), Late(x, 3)]
+    found = map_arrays(values, lambda array: array + 1, lambda value: isinstance(value, np.ndarray))
+    assert [type(value) for value in found] == [type(value) for value in values]
+    assert (found[0].owner, found[0][0][0], found[0][1]) == ("me", 2, 1)
+    assert (found[1][0][0], found[1][1], found[2]["a"][0], found[3]["a"][0]) == (2, 2, 2, 2)
+    assert (found[4].array[0], found[4].twice[0], values[0][0][0], values[3]["a"][0]) == (2, 4, 1, 1)

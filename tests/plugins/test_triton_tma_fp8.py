@@ -24,13 +24,13 @@ ROW, TENSOR, BLOCKS, MX = "e4m3:row", "e4m3:tensor", "e4m3:1x128@e4m3:128x128", 
 SQUARES = ("e4m3:128x128", "e4m3:64x64", "e4m3:32x32")
 MIXED = tuple(f"{a}:{kind}@{b}:{kind}" for kind in ("row", "tensor") for a, b in (("e4m3", "e5m2"), ("e5m2", "e4m3")))
 ARCHS = {"sm70": False, "sm80": False, "sm86": False, "sm89": True, "sm90": True, "sm100": True, "sm103": True}
-ARCHS |= {"sm120": True, "sm990": False, "cpu-avx512": False}
+ARCHS |= {"sm120": True, "sm121": True, "sm990": False, "cpu-avx512": False}
 
 
 @pytest.fixture(autouse=True)
 def triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rejections speak of the problem where Triton is not installed."""
-    monkeypatch.setattr(triton_tma_fp8, "_has_triton", lambda: True)
+    monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: "3.6.0")
 
 
 def problem(recipe: str | None = ROW, m: int = 512, n: int = 512, k: int = 512, **facts: Any) -> Problem:
@@ -62,7 +62,10 @@ class TestRejections:
     def test_runs_where_there_are_fp8_tensor_cores(self, arch: str, able: bool, recipe: str) -> None:
         found = reasons(problem(recipe, arch=arch))
         assert (found == "") == able, found
-        assert able or found == f"arch is {arch}; needs sm89, sm90, sm100, sm103 or sm120: a GPU with FP8 tensor cores"
+        assert (
+            able
+            or found == f"arch is {arch}; needs sm89, sm90, sm100, sm103, sm120 or sm121: a GPU with FP8 tensor cores"
+        )
 
     @pytest.mark.parametrize("arch", [arch for arch, able in ARCHS.items() if able])
     def test_mx_scales_run_from_blackwell_on(self, arch: str) -> None:
@@ -101,12 +104,20 @@ class TestRejections:
         assert reasons(problem(recipe, **facts)) == ""
 
     def test_without_triton_it_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(triton_tma_fp8, "_has_triton", lambda: False)
+        monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: None)
         assert reasons(problem()) == "triton is not installed; needs triton >= 3.6: pip install gemm-dispatch[triton]"
 
-    def test_the_interpreter_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert reasons(problem()).startswith("TRITON_INTERPRET is 1; needs compiled kernels")
+    @pytest.mark.parametrize(("version", "able"), [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True)])
+    def test_an_older_triton_is_refused_by_name(
+        self, version: str, able: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: version)
+        assert reasons(problem()) == ("" if able else f"triton is {version}; needs triton >= 3.6")
+
+    @pytest.mark.parametrize("value", ["1", "true", "ON"])
+    def test_the_interpreter_is_refused(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert reasons(problem()).startswith(f"TRITON_INTERPRET is {value}; needs compiled kernels")
 
     def test_measured_means_hopper(self) -> None:
         assert {x.status for x in BACKEND.capabilities if x.archs == ("sm90",)} == {"measured"}
@@ -125,7 +136,7 @@ def _asked() -> Iterator[Problem]:
         for mode in modes:
             facts = {} if mode is None else {"accumulation": mode}
             asked = problem(recipe, m, n - (recipe is None), k, arch=arch, **facts)
-            if ARCHS[arch] and (recipe != MX or arch in ("sm100", "sm103", "sm120")):
+            if ARCHS[arch] and (recipe != MX or arch.startswith("sm1")):
                 yield asked
 
 
@@ -147,6 +158,32 @@ class TestConfigs:
 
     def test_what_cannot_run_has_none(self) -> None:
         assert BACKEND.configs(problem(ROW, arch="sm80")) == []
+
+    @pytest.mark.parametrize(
+        ("recipe", "name"),
+        [
+            (ROW, "sm100_gemm_e4m3_tma_128x256x128_s3"),
+            (ROW, "sm90_gemm_bf16_tma_128x256x64_s3"),
+            (BLOCKS, "sm90_gemm_e4m3_tma_warpspecialized_pingpong_128x128x128_s6"),
+            (ROW, "sm90_gemm_e4m3_tma_0x0x0_s0"),
+        ],
+    )
+    def test_a_config_of_another_problem_is_refused(self, recipe: str, name: str) -> None:
+        pytest.importorskip("torch")
+        pytest.importorskip("triton")
+        with pytest.raises(ValueError, match=r"is not for matmul.*its configs are sm90_gemm_e4m3"):
+            BACKEND.plan(problem(recipe, 8192, 8192, 8192), name)
+
+    def test_names_say_the_stages_that_there_is_room_for(self) -> None:
+        pytest.importorskip("torch")
+        pytest.importorskip("triton")
+        from dispatch.plugins._triton_torch import hopper_config
+
+        for asked in _asked():
+            for out, size in (("bfloat16", 2), ("float32", 4)):
+                for config in names.configs(replace(asked, out_dtype=out)) if asked.arch == "sm90" else []:
+                    if config.schedule in names.HOPPER_SCHEDULES:
+                        assert hopper_config(config, 1, size).stages == config.stages, (asked, config)
 
     @pytest.mark.parametrize("name", ["", "big", "sm90_gemm_e4m3_tma_128x128_s3", "sm90_gemm_e4m3_wmma_1x1x1_s1"])
     def test_other_names_are_refused(self, name: str) -> None:
@@ -185,6 +222,7 @@ def _compiler() -> ModuleType:
 
 
 SHARED_LIMIT = {"sm89": 101_376, "sm90": 232_448, "sm100": 232_448, "sm103": 232_448, "sm120": 101_376}
+SHARED_LIMIT["sm121"] = 101_376
 
 
 def compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -231,13 +269,50 @@ def test_every_config_compiles_within_the_gpu_s_limits(arch: str, monkeypatch: p
     for key, kernel in built.items():
         assert (kernel.metadata.tmem_size or 0) <= 512
         ptx = kernel.asm["ptx"]
-        tensor = {"sm89": "mma.sync", "sm90": "wgmma", "sm120": "mma.sync"}.get(arch, "tcgen05.mma")
+        tensor = {"sm89": "mma.sync", "sm90": "wgmma", "sm120": "mma.sync", "sm121": "mma.sync"}.get(
+            arch, "tcgen05.mma"
+        )
         assert tensor in ptx, key
         assert ("cp.async.bulk.tensor" in ptx) == (arch != "sm89"), key
         if kernel.metadata.launch_pdl:
             touches = min(found.start() for pattern in (READS, WRITES) for found in pattern.finditer(ptx))
             assert ptx.index("griddepcontrol.wait") < touches, key
     assert any(kernel.metadata.launch_pdl for kernel in built.values()) == (arch == "sm90")
+
+
+def test_each_epilogue_of_one_plan_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from dispatch.plugins import _triton_torch as module
+
+    bound: list[tuple[Any, ...]] = []
+
+    def bind(*arguments: Any) -> Any:
+        bound.append(arguments[6:])
+        return module.Kernel(lambda stream, addresses: None, 0, None)
+
+    monkeypatch.setattr(module, "bind_kernel", bind)
+    monkeypatch.setattr(module, "_current_stream", lambda index: 0)
+    facts = {"out_dtype": "float32", "bias": "float32", "activation": "silu", "device": "cpu"}
+    asked = problem(None, 8, 33, 40, **facts)
+    plan = module.lossless(asked, names.configs(asked)[0])
+    a, b, wide = torch.ones(8, 40).bfloat16(), torch.ones(40, 33).bfloat16(), torch.ones(67)
+    for bias in (wide[1:34], wide[:33], torch.ones(8, 1), wide[:33]):  # an address off by 4 bytes cannot be fused
+        plan(a, b, bias)
+    assert bound == [("float32", None, None), ("float32", "float32", "silu")]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "bool"])
+def test_a_bias_that_the_kernel_cannot_add_is_added_afterwards(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from dispatch.plugins import _triton_torch as module
+
+    bound: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "bind_kernel", lambda *arguments: bound.append(arguments[6:]))
+    asked = problem(ROW, bias=dtype, activation="relu")
+    module.ScaledProduct(asked, names.configs(asked)[0])
+    assert bound == [("float32", None, None)]
 
 
 READS = re.compile(r"\b(?:ld\.global|cp\.async\.bulk\.tensor|cp\.async\.c[ag])\S*")
@@ -400,6 +475,23 @@ class TestOnAGPU:
         functions |= {"gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
         exact = functions[activation](_exact(a, b, ROW) + bias.double())
         assert _error(self.run(ROW, a, b, bias, activation=activation), exact) < 6e-3
+
+    @pytest.mark.parametrize("size", [(16, 4096, 4096), (520, 528, 512)])
+    def test_an_infinite_bias_is_activated_as_torch_does(self, size: tuple[int, int, int]) -> None:
+        torch = pytest.importorskip("torch")
+        a, b = self.operands(*size)
+        bias = torch.zeros(size[1], device="cuda")
+        bias[3], bias[5] = -torch.inf, torch.inf
+        out = self.run(ROW, a, b, bias, activation="relu")
+        assert (out[:, 3] == 0).all()
+        assert (out[:, 5] == torch.inf).all()
+        assert out.isnan().sum() == 0
+
+    @pytest.mark.parametrize("recipe", [ROW, None])
+    def test_expanded_operands(self, recipe: str | None) -> None:
+        a, b = self.operands(48, 33, 64)
+        a = a[:1].expand(48, 64)
+        assert _error(self.run(recipe, a, b), _exact(a, b, recipe)) < 6e-3
 
     @pytest.mark.parametrize("batch", [((3,), (3,)), ((2, 1), (3,)), ((3,), ()), ((), (2,))])
     @pytest.mark.parametrize("recipe", [ROW, TENSOR, None])

@@ -329,3 +329,28 @@ def test_a_known_product_with_a_weight_is_looked_up_as_any_other(name, monkeypat
     np.testing.assert_allclose(
         room.to_numpy(dispatch.matmul(a, other)), room.to_numpy(a) @ room.to_numpy(c), rtol=1e-4, atol=1e-4
     )
+
+
+def test_forms_follow_an_array_that_is_given_other_memory():
+    weight = torch.ones(4, 6)
+    prepared, made = prepare(weight), []
+    prepared.form("key", lambda array: made.append(tuple(array.shape)))
+    weight.data = torch.ones(4, 3)
+    prepared.form("key", lambda array: made.append(tuple(array.shape)))
+    weight.data = torch.ones(4, 3, dtype=torch.float64)
+    prepared.form("key", lambda array: made.append(tuple(array.shape)))
+    prepared.form("key", lambda array: made.append("again"))
+    assert made == [(4, 6), (4, 3), (4, 3)]
+
+
+def test_forms_belong_to_one_backend_not_to_its_name():
+    from dispatch.frameworks.operands import form
+    from dispatch.testing import FakeBackend
+
+    a, b = (torch.ones(8, 8).bfloat16() for _ in range(2))
+    asked = dispatch.explain(a, b).problem
+    scaled = asked.proposing(dispatch.RecipePair.parse("e4m3:row"))
+    weight, backends = prepare(b), [FakeBackend("same"), FakeBackend("same")]
+    for index, backend in enumerate(backends):
+        backend.prepare = lambda operand, recipe, *, axis, index=index: index
+    assert [form(weight, backend, scaled, "b") for backend in (*backends, *backends)] == [0, 1, 0, 1]

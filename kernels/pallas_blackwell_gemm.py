@@ -277,9 +277,7 @@ def _scratch(config: Config, out_dtype: Any, a: Any, b: Any) -> dict[str, Any]:
     return {
         "a_smem": plgpu.SMEM((stages, HEIGHT, config.block_k), a.dtype, transforms=swizzled(SWIZZLE // size)),
         "b_smem": plgpu.SMEM((stages, config.block_n, config.block_k), b.dtype, transforms=swizzled(SWIZZLE // size)),
-        "out_smem": plgpu.SMEM(
-            (2, HEIGHT, SWIZZLE // out_size), out_dtype, transforms=swizzled(SWIZZLE // out_size)
-        ),
+        "out_smem": plgpu.SMEM((2, HEIGHT, SWIZZLE // out_size), out_dtype, transforms=swizzled(SWIZZLE // out_size)),
         "sums": plgpu.TMEM((HEIGHT, 2 * width), jnp.float32, collective=config.collective),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),

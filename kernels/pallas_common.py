@@ -17,7 +17,7 @@ BLOCK = 128
 
 _LOAD_TAKES_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 OLD_INTERPRETER = not hasattr(plgpu, "InterpretGPUParams")
-"""Whether the interpreter knows neither layouts, transposed references, clusters nor tensor memory (before JAX 0.11)."""
+"""Whether it knows neither layouts, transposed references, clusters nor tensor memory, as before JAX 0.11."""
 
 
 def activated(x: Any, activation: str | None) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from dispatch.kernels.pallas_common import BLOCK, activated, check, itemsize, padded, up
+from dispatch.kernels.pallas_common import BLOCK, activated, check, padded, up
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
@@ -105,7 +105,10 @@ def _gemm(
     elif scale_a is not None:
         operands += [padded(jnp.broadcast_to(scale_a, (m,)).astype(jnp.float32), whole_m)]
         operands += [padded(jnp.broadcast_to(scale_b, (n,)).astype(jnp.float32), whole_n)]
-        specs += [pl.BlockSpec((config.block_m,), lambda i: (row(i),)), pl.BlockSpec((config.block_n,), lambda i: (col(i),))]
+        specs += [
+            pl.BlockSpec((config.block_m,), lambda i: (row(i),)),
+            pl.BlockSpec((config.block_n,), lambda i: (col(i),)),
+        ]
     if bias is not None:
         operands += [padded(bias.astype(jnp.float32), whole_n)]
         specs += [pl.BlockSpec((config.block_n,), lambda i: (col(i),))]

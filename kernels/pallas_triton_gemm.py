@@ -3,6 +3,7 @@
 C (m, n) = A (m, k) times B (n, k), both K-major, of FP8, bfloat16 or float16; float32 accumulators; scales of rows and
 columns, or of 1x128 blocks of A and 128x128 blocks of B; bias and activation in the epilogue. It has neither
 TMA nor warp specialization: on an H200 a third as fast as the kernel for Hopper. `interpret=True` runs it on a CPU.
+JAX 0.11 calls this lowering deprecated, in a DeprecationWarning each time that a product is compiled.
 """
 
 # JAX is not seen by mypy: its decorators have no types.

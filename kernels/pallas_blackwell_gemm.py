@@ -28,7 +28,9 @@ from dispatch.kernels.pallas_common import (
     interpreter,
     itemsize,
     load,
+    narrow,
     padded,
+    traced,
     transposed,
     up,
     vector,
@@ -316,7 +318,7 @@ def _gemm(
     )
     rows, cols = kernel.tiles_m * high, kernel.tiles_n * wide
     if bias is not None:
-        bias = padded(bias.astype(jnp.float32), cols)
+        bias = padded(bias, cols)
     a, b = padded(a, whole_m, whole_k), padded(b, whole_n, whole_k)
     options = {} if interpret is None else {"interpret": interpret}
     out = plgpu.kernel(
@@ -366,4 +368,4 @@ def gemm(
     if chosen is not None and OLD_INTERPRETER:
         raise NotImplementedError(f"JAX {jax.__version__} cannot interpret tensor memory; JAX 0.11 can")
     static = {"config": config, "out_dtype": out_dtype, "activation": activation, "programs": programs}
-    return _gemm(a, b, scale_a, scale_b, bias, **static, interpret=chosen)
+    return traced(_gemm, a, b, narrow(scale_a), narrow(scale_b), narrow(bias), **static, interpret=chosen)

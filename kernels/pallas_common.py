@@ -75,8 +75,18 @@ def vector(x: Any, length: int) -> Any:
     """Return float32 values, one each for `length` rows or columns, or the one that is for all of them."""
     if x is None:
         return None
-    x = x.astype(jnp.float32)
     return x if x.shape == (1,) else padded(x, length)
+
+
+def narrow(x: Any | None) -> Any:
+    """Return scales or a bias in float32."""
+    return None if x is None else x.astype(jnp.float32)
+
+
+def traced(function: Any, *arrays: Any, **static: Any) -> Any:
+    """Return a kernel's result, traced with indices of 32 bits: with jax_enable_x64 Pallas would mix them with 64."""
+    with jax.enable_x64(False):
+        return function(*arrays, **static)
 
 
 def load(ref: Any, layout: Any) -> Any:

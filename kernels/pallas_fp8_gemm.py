@@ -36,7 +36,9 @@ from dispatch.kernels.pallas_common import (
     check,
     interpreter,
     itemsize,
+    narrow,
     padded,
+    traced,
     up,
     vector,
 )
@@ -95,12 +97,12 @@ def _gemm(
     )
     rows, cols = kernel.tiles_m * high, kernel.tiles_n * wide
     if form.blocks:
-        scale_a = padded(scale_a.astype(jnp.float32).T, kernel.steps, rows)
-        scale_b = padded(scale_b.astype(jnp.float32), up(cols, BLOCK) // BLOCK, kernel.steps)
+        scale_a = padded(scale_a.T, kernel.steps, rows)
+        scale_b = padded(scale_b, up(cols, BLOCK) // BLOCK, kernel.steps)
     else:
         scale_a, scale_b = vector(scale_a, rows), vector(scale_b, cols)
     if bias is not None:
-        bias = padded(bias.astype(jnp.float32), cols)
+        bias = padded(bias, cols)
     a, b = padded(a, whole_m, whole_k), padded(b, whole_n, whole_k)
     options = {} if interpret is None else {"interpret": interpret}
     out = plgpu.kernel(
@@ -154,4 +156,5 @@ def gemm(
         return jnp.zeros((m, n), out_dtype)
     chosen = interpreter(interpret)
     form = Form(out_dtype, promoted or blocks, blocks, activation, plain=chosen is not None and OLD_INTERPRETER)
-    return _gemm(a, b, scale_a, scale_b, bias, config=config, form=form, programs=programs, interpret=chosen)
+    arrays = (a, b, narrow(scale_a), narrow(scale_b), narrow(bias))
+    return traced(_gemm, *arrays, config=config, form=form, programs=programs, interpret=chosen)

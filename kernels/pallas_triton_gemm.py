@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from dispatch.kernels.pallas_common import BLOCK, activated, check, padded, up
+from dispatch.kernels.pallas_common import BLOCK, activated, check, narrow, padded, traced, up
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
@@ -97,21 +97,21 @@ def _gemm(
         pl.BlockSpec((config.block_n, whole_k), lambda i: (col(i), 0)),
     ]
     if blocks:
-        operands += [padded(scale_a.astype(jnp.float32), whole_m, steps)]
-        operands += [padded(scale_b.astype(jnp.float32), up(whole_n, BLOCK) // BLOCK, steps)]
+        operands += [padded(scale_a, whole_m, steps)]
+        operands += [padded(scale_b, up(whole_n, BLOCK) // BLOCK, steps)]
         specs += [
             pl.BlockSpec((config.block_m, steps), lambda i: (row(i), 0)),
             pl.BlockSpec((1, steps), lambda i: (lax.div(col(i) * config.block_n, BLOCK), 0)),
         ]
     elif scale_a is not None:
-        operands += [padded(jnp.broadcast_to(scale_a, (m,)).astype(jnp.float32), whole_m)]
-        operands += [padded(jnp.broadcast_to(scale_b, (n,)).astype(jnp.float32), whole_n)]
+        operands += [padded(jnp.broadcast_to(scale_a, (m,)), whole_m)]
+        operands += [padded(jnp.broadcast_to(scale_b, (n,)), whole_n)]
         specs += [
             pl.BlockSpec((config.block_m,), lambda i: (row(i),)),
             pl.BlockSpec((config.block_n,), lambda i: (col(i),)),
         ]
     if bias is not None:
-        operands += [padded(bias.astype(jnp.float32), whole_n)]
+        operands += [padded(bias, whole_n)]
         specs += [pl.BlockSpec((config.block_n,), lambda i: (col(i),))]
 
     def body(a_ref: Any, b_ref: Any, *rest: Any) -> None:
@@ -178,4 +178,4 @@ def gemm(
     if m == 0 or n == 0:
         return jnp.zeros((m, n), out_dtype)
     static = {"config": config, "out_dtype": out_dtype, "blocks": blocks, "activation": activation}
-    return _gemm(a, b, scale_a, scale_b, bias, **static, interpret=bool(interpret))
+    return traced(_gemm, a, b, narrow(scale_a), narrow(scale_b), narrow(bias), **static, interpret=bool(interpret))

@@ -187,6 +187,19 @@ def test_lowers_by_triton_without_a_gpu(name: str) -> None:
     assert "triton" in cases.lowered(portable.gemm, case)
 
 
+@deprecated
+@pytest.mark.usefixtures("described_gpu")
+@pytest.mark.parametrize("kernel", ["hopper", "blackwell", "portable"])
+def test_is_traced_with_64_bits_enabled(kernel: str) -> None:
+    case = replace(BIG, config=portable.Config(), programs=None)
+    gemm = portable.gemm
+    if kernel != "portable":
+        case = HOPPER["pingpong"] if kernel == "hopper" else TCGEN05["alone"]
+        gemm = hopper.gemm if kernel == "hopper" else blackwell.gemm
+    with jax.enable_x64(True):
+        assert cases.lowered(gemm, replace(case, bias="float64"))
+
+
 @pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0)])
 def test_empty_products_are_empty(m: int, n: int) -> None:
     a, b = jnp.zeros((m, 16)).astype(E4M3), jnp.zeros((n, 16)).astype(E4M3)

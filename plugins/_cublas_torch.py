@@ -180,6 +180,7 @@ def plan(problem: Problem) -> Plan:
     activation, is applied to a float32 product.
     """
     import torch
+    from dispatch.plugins._device_torch import on_device
 
     assert problem.recipe is not None
     room = framework("torch")
@@ -212,16 +213,4 @@ def plan(problem: Problem) -> Plan:
             out = out[:m, :n] if epilogue else out[:m, :n].contiguous()
         return room.epilogue(out, problem, bias).contiguous() if epilogue else out
 
-    device = torch.device(problem.device)
-    return product if device.type != "cuda" or torch.cuda.device_count() < 2 else _on(device, product)
-
-
-def _on(device: Any, product: Plan) -> Plan:
-    """Return `product` run with `device` current: Triton launches on the current device, whatever it is given."""
-    import torch
-
-    def guarded(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
-        with torch.cuda.device(device):
-            return product(a, b, bias)
-
-    return guarded
+    return on_device(torch.device(problem.device), product)

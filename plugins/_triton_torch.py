@@ -6,7 +6,7 @@ A call allocates the output and one workspace, makes a list of addresses and pas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +19,7 @@ from dispatch.kernels import triton_quantize_columns as by_column
 from dispatch.kernels import triton_quantize_many as together
 from dispatch.kernels.launching import Array, Bound
 from dispatch.plugins import _triton_configs as names
+from dispatch.plugins._device_torch import on_device
 from torch import Tensor
 
 from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
@@ -355,14 +356,8 @@ class ScaledProduct:
             self._wide = self._bind("float32", None, None)
         return self._wide
 
-    def steps(self, strides_a: Any, strides_b: Any) -> _Steps:
-        """Return what quantizes operands of these strides, bound when they are first met; None for encoded ones."""
-        found = self._by_strides.get((strides_a, strides_b))
-        if found is None:
-            found = self._by_strides[strides_a, strides_b] = self._made(strides_a, strides_b)
-        return found
-
     def _made(self, strides_a: Any, strides_b: Any) -> _Steps:
+        """Return what quantizes operands of these strides, bound now; None for encoded ones."""
         of_b = None if strides_b is None else (strides_b[1], strides_b[0])
         sides = [(side, strides) for side, strides in ((self.left, strides_a), (self.right, of_b)) if strides]
         offsets, size = [0] * SLOTS, 0
@@ -395,7 +390,7 @@ class ScaledProduct:
         shape, out_dtype = (*problem.batch, problem.m, problem.n), self.room.dtype(problem.out_dtype)
         known, kernel, batch, fused = self._by_strides, self._kernel, problem.batch, self.fuses
         (a_data, a_scale, a_x, *_), (b_data, b_scale, b_x, *_) = OF_A, OF_B
-        empty, uint8, empty_strided = torch.empty, torch.uint8, torch.empty_strided
+        empty_strided = torch.empty_strided
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
         def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
@@ -413,7 +408,7 @@ class ScaledProduct:
             if steps is None:
                 if any(stride is not None and 1 not in stride for stride in strides):
                     return run(_dense(a) if quantizes_a else a, _dense(b) if quantizes_b else b, bias)
-                steps = self.steps(*strides)
+                steps = known[strides] = self._made(*strides)
             keep: list[Any] = []
             addresses = steps.offsets
             if steps.space is not None:
@@ -447,18 +442,22 @@ class ScaledProduct:
         def finish(
             kernel: Kernel, stream: int, addresses: list[int], dtype: torch.dtype, bias: Tensor | None
         ) -> Tensor:
-            out = empty_strided(shape, strides, dtype=dtype, device=device)
-            addresses[OUT] = out.data_ptr()
-            if bias is not None:
-                addresses[BIAS] = bias.data_ptr()
-            if kernel.counters is not None:
-                partials = empty(kernel.partial_bytes, dtype=uint8, device=device)
-                zeros = kernel.counters.on(stream)
-                addresses[PARTIALS], addresses[COUNTERS] = partials.data_ptr(), zeros.data_ptr()
-            kernel.launch(stream, addresses)
-            return out
+            return launched(kernel, stream, addresses, empty_strided(shape, strides, dtype=dtype, device=device), bias)
 
         return product
+
+
+def launched(kernel: Kernel, stream: int, addresses: list[int], out: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `out`, which the kernel writes; addresses: all but those of out, bias and the kernel's workspace."""
+    addresses[OUT] = out.data_ptr()
+    if bias is not None:
+        addresses[BIAS] = bias.data_ptr()
+    if kernel.counters is not None:
+        partials = torch.empty(kernel.partial_bytes, dtype=torch.uint8, device=out.device)
+        zeros = kernel.counters.on(stream)
+        addresses[PARTIALS], addresses[COUNTERS] = partials.data_ptr(), zeros.data_ptr()
+    kernel.launch(stream, addresses)
+    return out
 
 
 def fuses(problem: Problem) -> bool:
@@ -609,17 +608,8 @@ def lossless(problem: Problem, config: names.Config) -> Plan:
             kernel = kernel_for(left, right, "float32", None, None)
         out = torch.empty(shape, dtype=out_dtype if fused else torch.float32, device=device)
         addresses = [0] * SLOTS
-        addresses[OF_A.data], addresses[OF_B.data], addresses[OUT] = left.data_ptr(), right.data_ptr(), out.data_ptr()
-        if fused and bias is not None:
-            addresses[BIAS] = bias.data_ptr()
-        stream = _current_stream(index)
-        if kernel.counters is not None:
-            partials, zeros = (
-                torch.empty(kernel.partial_bytes, dtype=torch.uint8, device=device),
-                kernel.counters.on(stream),
-            )
-            addresses[PARTIALS], addresses[COUNTERS] = partials.data_ptr(), zeros.data_ptr()
-        kernel.launch(stream, addresses)
+        addresses[OF_A.data], addresses[OF_B.data] = left.data_ptr(), right.data_ptr()
+        out = launched(kernel, _current_stream(index), addresses, out, bias if fused else None)
         finished: Tensor = out if fused else room.epilogue(out, problem, bias).contiguous()
         return finished
 
@@ -646,14 +636,4 @@ def plan(problem: Problem, config: names.Config) -> Plan:
     device = torch.device(problem.device)
     with torch.cuda.device(device):
         product = lossless(problem, config) if problem.recipe is None else ScaledProduct(problem, config).call()
-    return product if torch.cuda.device_count() < 2 else _on(device, product)
-
-
-def _on(device: torch.device, product: Callable[..., Tensor]) -> Plan:
-    """Return `product` run with `device` current: what is bound later is bound there."""
-
-    def guarded(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
-        with torch.cuda.device(device):
-            return product(a, b, bias)
-
-    return guarded
+    return on_device(device, product)

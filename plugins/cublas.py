@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from dispatch.plugins._fp8 import operand_rejections
+
 from dispatch import (
-    FORMATS,
     FP8_DTYPES,
     Arch,
     Capability,
-    Operand,
     Plan,
     Problem,
     RecipePair,
@@ -92,8 +92,8 @@ class CublasBackend:
         if problem.empty:
             found.append(Rejection("size", f"m={problem.m}, n={problem.n}, k={problem.k}", "at least one of each"))
         if (pair := problem.recipe) is None:
-            return found + _operand_rejections("a", problem.a, None) + _operand_rejections("b", problem.b, None)
-        found += _operand_rejections("a", problem.a, pair.a) + _operand_rejections("b", problem.b, pair.b)
+            return found + operand_rejections("a", problem.a, None) + operand_rejections("b", problem.b, None)
+        found += operand_rejections("a", problem.a, pair.a) + operand_rejections("b", problem.b, pair.b)
         modes = dict.fromkeys(mode for x in able for mode in x.accumulations)
         if problem.accumulation is not None and problem.accumulation not in modes:
             found.append(Rejection("accumulation", problem.accumulation, ", ".join(modes) or "none"))
@@ -126,18 +126,6 @@ class CublasBackend:
         from dispatch.plugins._cublas_torch import plan
 
         return plan(problem)
-
-
-def _operand_rejections(name: str, operand: Operand, recipe: ScalingRecipe | None) -> list[Rejection]:
-    if recipe is None:
-        kind = operand.dtype if operand.recipe is None else str(operand.recipe)
-        return [Rejection(name, kind, "not quantized")] if operand.encoded else []
-    if operand.recipe is not None:
-        wrong = operand.recipe != recipe
-        return [Rejection(name, f"quantized as {operand.recipe}", str(recipe))] if wrong else []
-    if operand.dtype in FP8_DTYPES and (FORMATS[recipe.dtype], "tensor") != (operand.dtype, recipe.granularity):
-        return [Rejection(name, f"{operand.dtype} without scales", f"what {recipe} quantizes, or a ScaledArray")]
-    return []
 
 
 def _with_compute_capability(rejection: Rejection, able: Sequence[Capability]) -> Rejection:

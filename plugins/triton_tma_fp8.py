@@ -16,13 +16,11 @@ from functools import cache
 from typing import Any
 
 from dispatch.plugins import _triton_configs as names
+from dispatch.plugins._fp8 import operand_rejections
 
 from dispatch import (
-    FORMATS,
-    FP8_DTYPES,
     Capability,
     Decision,
-    Operand,
     Plan,
     Problem,
     RecipePair,
@@ -102,7 +100,7 @@ class TritonBackend:
         if (pair := problem.recipe) is None:
             return found + _plain_rejections(problem)
         for side, operand, recipe in (("a", problem.a, pair.a), ("b", problem.b, pair.b)):
-            found += _operand_rejections(side, operand, recipe)
+            found += operand_rejections(side, operand, recipe)
             if (operand.prepared or operand.encoded) and math.prod(operand.batch) not in (1, math.prod(problem.batch)):
                 found.append(Rejection(f"batch of {side}", str(operand.batch), f"none, or {problem.batch}"))
         modes = dict.fromkeys(mode for x in fitting for mode in x.accumulations)
@@ -132,21 +130,8 @@ class TritonBackend:
         return plan(problem, chosen)
 
 
-def _operand_rejections(name: str, operand: Operand, recipe: ScalingRecipe) -> list[Rejection]:
-    if operand.recipe is not None:
-        wrong = operand.recipe != recipe
-        return [Rejection(name, f"quantized as {operand.recipe}", str(recipe))] if wrong else []
-    if operand.dtype in FP8_DTYPES and (FORMATS[recipe.dtype], "tensor") != (operand.dtype, recipe.granularity):
-        return [Rejection(name, f"{operand.dtype} without scales", f"what {recipe} quantizes, or a ScaledArray")]
-    return []
-
-
 def _plain_rejections(problem: Problem) -> list[Rejection]:
-    found = [
-        Rejection(name, str(x.recipe or x.dtype), "not quantized")
-        for name, x in (("a", problem.a), ("b", problem.b))
-        if x.encoded
-    ]
+    found = operand_rejections("a", problem.a, None) + operand_rejections("b", problem.b, None)
     if problem.n % ODD == 0 and problem.k % ODD == 0:
         sizes = f"n={problem.n}, k={problem.k}, multiples of {ODD}"
         found.append(Rejection("size", sizes, "an odd n or k: without quantizing cuBLAS is as fast at others"))

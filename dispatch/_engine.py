@@ -15,7 +15,7 @@ from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, Candidate, Measurement
 from dispatch._problem import Problem
-from dispatch.frameworks.operands import array_of, form, native, undressing
+from dispatch.frameworks.operands import array_of, forming, native, undressing
 from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
@@ -197,12 +197,7 @@ class Engine:
         """Return a candidate's plan, and what gives it its operands."""
         backend = self.registry.backends[candidate.backend].backend
         proposed = problem.proposing(candidate.recipe, candidate.accumulation)
-
-        def forms(operands: Operands) -> Operands:
-            a, b, *bias = operands
-            return (form(a, backend, proposed, "a"), form(b, backend, proposed, "b"), *bias)
-
-        return backend.plan(proposed, candidate.config), forms
+        return backend.plan(proposed, candidate.config), forming(backend, proposed)
 
     def _serving(self, call: Request, decision: Decision, options: Options) -> Plan:
         """Return the callable for arrays like the caller's."""

@@ -135,12 +135,12 @@ def scale_columns_kernel(
     row_tile, col_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
     quad = row_tile.to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     split = tl.arange(0, splits).to(tl.int64)
     maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
+    first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
 
@@ -214,7 +214,7 @@ def columns_launches(
         column_amax_kernel,
         (triton.cdiv(cols, 128), COLUMN_SPLITS, 1),
         (*source, rows_per_split),
-        {"block_rows": 32, "block_cols": 128, "num_warps": 8},
+        {"block_rows": 32, "block_cols": 128, "num_warps": 4},
     )
     inside = rows == out_cols and rows % 128 == 0 and cols == out_rows and cols % 64 == 0
     inside = inside and aligned and stride % 16 == 0

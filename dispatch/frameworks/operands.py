@@ -9,7 +9,9 @@ from typing import Any
 
 from dispatch._backend import Backend, Plan
 from dispatch._problem import FLOAT_DTYPES, FP8_DTYPES, Operand, Problem
+from dispatch._recipe import ScalingRecipe
 from dispatch.frameworks import Framework, framework
+from dispatch.frameworks._base import Forms
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare
 
 CONTRACTION = {"a": -1, "b": -2}
@@ -53,7 +55,7 @@ def shaped(operand: Any, shape: tuple[int, ...], axis: int, xp: Any) -> Any:
     return replace(operand, data=xp.reshape(operand.data, shape), scale=scale, axis=axis)
 
 
-def formed(plan: Plan, forms: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None) -> Plan:
+def formed(plan: Plan, forms: Forms | None) -> Plan:
     """Return `plan` for operands that `forms`, unless None, makes into what it takes."""
     return plan if forms is None else lambda *operands: plan(*forms(operands))
 
@@ -104,29 +106,55 @@ def native(problem: Problem) -> Plan:
     return decoding
 
 
-class Same:
-    """An object as a part of a key: equal to itself alone, whatever its class says."""
+class FormKey:
+    """What a form of a prepared operand is made by: this very backend, whatever its class says of equality, a recipe.
 
-    __slots__ = ("it",)
+    Hashed once: every call looks a form up.
+    """
 
-    def __init__(self, it: object) -> None:
-        self.it = it
+    __slots__ = ("_hash", "axis", "backend", "recipe")
+
+    def __init__(self, backend: Backend, recipe: ScalingRecipe, axis: int) -> None:
+        self.backend, self.recipe, self.axis = backend, recipe, axis
+        self._hash = hash((id(backend), recipe, axis))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.it is other.it
+        if not isinstance(other, FormKey):
+            return NotImplemented
+        return self.backend is other.backend and (self.recipe, self.axis) == (other.recipe, other.axis)
 
     def __hash__(self) -> int:
-        return id(self.it)
+        return self._hash
+
+    def make(self, array: Any) -> Any:
+        """Return the form of an array."""
+        return self.backend.prepare(array, self.recipe, axis=self.axis)
 
 
-def form(operand: Any, backend: Backend, problem: Problem, side: str) -> Any:
-    """Return `operand` as the backend's plan for `problem` takes it; a PreparedOperand's form is made once."""
-    if not isinstance(operand, PreparedOperand):
-        return operand
+def forming(backend: Backend, problem: Problem) -> Forms:
+    """Return what makes the operands of a call into what the backend's plan for `problem` takes.
+
+    A prepared operand's form is made once; anything else stays as it is.
+    """
+    of_a, of_b = _forming(backend, problem, "a"), _forming(backend, problem, "b")
+
+    def forms(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        a = operands[0] if of_a is None else of_a(operands[0])
+        b = operands[1] if of_b is None else of_b(operands[1])
+        return (a, b, *operands[2:])
+
+    return forms
+
+
+def _forming(backend: Backend, problem: Problem, side: str) -> Callable[[PreparedOperand], Any] | None:
+    operand = getattr(problem, side)
+    if not operand.prepared:
+        return None
     if problem.recipe is None:
-        return stated(framework(problem.framework), operand, getattr(problem, side).dtype).array
-    recipe, axis = getattr(problem.recipe, side), CONTRACTION[side]
-    return operand.form((Same(backend), recipe, axis), lambda array: backend.prepare(array, recipe, axis=axis))
+        room = framework(problem.framework)
+        return lambda x: stated(room, x, operand.dtype).array
+    key = FormKey(backend, getattr(problem.recipe, side), CONTRACTION[side])
+    return lambda x: x.form(key, key.make)
 
 
 def undressing(own: Plan) -> Plan:

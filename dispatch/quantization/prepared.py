@@ -85,14 +85,16 @@ class PreparedOperand:
             if (state := self._state()) != self._made_at:
                 self._forms = {}
                 self._made_at = state
-            form = self._forms.setdefault(key, _Form())
-        with form.lock:
-            if not form.made:
-                if _PASSING.intersection(self._room.modes(self._array, self._array)):
-                    return make(self._array)
-                form.value = self._room.isolated(lambda: make(self._array))
-                form.before_use = self._room.before_use(form.value, self._array)
-                form.made = True
+            if (form := self._forms.get(key)) is None:
+                form = self._forms[key] = _Form()
+        if not form.made:
+            with form.lock:
+                if not form.made:
+                    if _PASSING.intersection(self._room.modes(self._array, self._array)):
+                        return make(self._array)
+                    form.value = self._room.isolated(lambda: make(self._array))
+                    form.before_use = self._room.before_use(form.value, self._array)
+                    form.made = True
         if form.before_use is not None:
             form.before_use()
         return form.value

@@ -344,13 +344,13 @@ def test_forms_follow_an_array_that_is_given_other_memory():
 
 
 def test_forms_belong_to_one_backend_not_to_its_name():
-    from dispatch.frameworks.operands import form
+    from dispatch.frameworks.operands import forming
     from dispatch.testing import FakeBackend
 
     a, b = (torch.ones(8, 8).bfloat16() for _ in range(2))
-    asked = dispatch.explain(a, b).problem
+    asked = dispatch.explain(a, prepare(b)).problem
     scaled = asked.proposing(dispatch.RecipePair.parse("e4m3:row"))
     weight, backends = prepare(b), [FakeBackend("same"), FakeBackend("same")]
     for index, backend in enumerate(backends):
         backend.prepare = lambda operand, recipe, *, axis, index=index: index
-    assert [form(weight, backend, scaled, "b") for backend in (*backends, *backends)] == [0, 1, 0, 1]
+    assert [forming(backend, scaled)((a, weight))[1] for backend in (*backends, *backends)] == [0, 1, 0, 1]

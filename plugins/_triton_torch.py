@@ -389,11 +389,10 @@ class ScaledProduct:
         """Return the product as a function."""
         problem, left, right, device = self.problem, self.left, self.right, self.device
         index, quantizes_a, quantizes_b = device.index or 0, left.quantizes, right.quantizes
-        shape, out_dtype = (*problem.batch, problem.m, problem.n), self.room.dtype(problem.out_dtype)
+        shape = (*problem.batch, problem.m, problem.n)
         known, kernel, batch, fused = self._by_strides, self._kernel, problem.batch, self.fuses
         (a_data, a_scale, a_x, *_), (b_data, b_scale, b_x, *_) = OF_A, OF_B
-        empty_strided = torch.empty_strided
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        out, wide_out = (_like(shape, dtype, device) for dtype in (self.room.dtype(problem.out_dtype), torch.float32))
 
         def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
             if quantizes_a and a.ndim != 2:
@@ -436,17 +435,17 @@ class ScaledProduct:
             for launch in steps.launches:
                 launch(stream, addresses)
             if fused and (bias is None or _fusable(bias, problem.n)):
-                return finish(kernel, stream, addresses, out_dtype, bias)
-            return self.room.epilogue(
-                finish(self.wide(), stream, addresses, torch.float32, None), problem, bias
-            ).contiguous()
-
-        def finish(
-            kernel: Kernel, stream: int, addresses: list[int], dtype: torch.dtype, bias: Tensor | None
-        ) -> Tensor:
-            return launched(kernel, stream, addresses, empty_strided(shape, strides, dtype=dtype, device=device), bias)
+                return launched(kernel, stream, addresses, torch.empty_like(out), bias)
+            wide = launched(self.wide(), stream, addresses, torch.empty_like(wide_out), None)
+            return self.room.epilogue(wide, problem, bias).contiguous()
 
         return product
+
+
+def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without memory of its own: `empty_like` of it takes less of the host than `empty`."""
+    with torch.inference_mode(False):
+        return torch.empty([1] * len(shape), dtype=dtype, device=device).expand(*shape)
 
 
 def launched(kernel: Kernel, stream: int, addresses: list[int], out: Tensor, bias: Tensor | None) -> Tensor:

@@ -91,8 +91,8 @@ class Framework(Protocol):
     def to_numpy(self, array: Array) -> NDArray[Any]:
         """Return the values on the host; a dtype that NumPy lacks comes as its ml_dtypes one."""
 
-    def place(self, array: Array) -> Hashable:
-        """Return where the values lie, address, shape and strides, or None where that is not known or never changes."""
+    def state(self, array: Array) -> Hashable:
+        """Return what is another once the array was written to or given other memory; None where that never shows."""
 
     def before_use(self, made: Any, array: Array) -> Callable[[], None] | None:
         """Return what has to run before each use of `made`, arrays just launched on the device of `array`, or None.

@@ -118,7 +118,7 @@ class JaxRoom:
         """Return the values on the host."""
         return np.asarray(array)
 
-    def place(self, array: Any) -> Hashable:
+    def state(self, array: Any) -> Hashable:
         """Return None: arrays never change."""
 
     def before_use(self, made: Any, array: Any) -> Callable[[], None] | None:

@@ -112,8 +112,8 @@ class NumpyRoom:
         """Return the array."""
         return array
 
-    def place(self, array: NDArray[Any]) -> Hashable:
-        """Return None: an array keeps its memory."""
+    def state(self, array: NDArray[Any]) -> Hashable:
+        """Return None: an array keeps its memory, and counts no writes."""
 
     def before_use(self, made: Any, array: NDArray[Any]) -> Callable[[], None] | None:
         """Return None: NumPy never runs ahead."""

@@ -145,9 +145,16 @@ class TorchRoom:
             bits = host.view(torch.uint8 if host.element_size() == 1 else torch.int16).numpy()
             return np.asarray(bits.view(framework("numpy").dtype(self.dtype_name(array))))
 
-    def place(self, array: Tensor) -> Hashable:
-        """Return address, shape, strides and dtype; None for what has no memory of its own."""
-        return None if _virtual(array) else (array.data_ptr(), array.shape, array.stride(), array.dtype)
+    def state(self, array: Tensor) -> Hashable:
+        """Return the in-place version, and of what has memory of its own the address, shape, strides and dtype."""
+        version: int | None
+        try:
+            version = array._version
+        except RuntimeError:  # an inference tensor's
+            version = None
+        if _virtual(array):
+            return version
+        return version, array.data_ptr(), array.shape, array.stride(), array.dtype
 
     def before_use(self, made: Any, array: Tensor) -> Callable[[], None] | None:
         """Return what makes another stream than this one wait for `made`, and its memory wait for that stream."""

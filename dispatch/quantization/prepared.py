@@ -41,7 +41,7 @@ class PreparedOperand:
         self._array = array
         self._lock = threading.Lock()
         self._forms: dict[Hashable, _Form] = {}
-        self._made_at = self._state()
+        self._made_at = self._room.state(array)
 
     @property
     def array(self) -> Any:
@@ -71,9 +71,6 @@ class PreparedOperand:
         except RuntimeError:  # an inference tensor's
             return None
 
-    def _state(self) -> Hashable:
-        return self.version, self._room.place(self._array)
-
     def form(self, key: Hashable, make: Callable[[Any], Any]) -> Any:
         """Return `make(array)`, made once for `key` and array version however many threads ask.
 
@@ -82,7 +79,7 @@ class PreparedOperand:
         it when `make` raises. `make` must not ask for the form of its own key.
         """
         with self._lock:
-            if (state := self._state()) != self._made_at:
+            if (state := self._room.state(self._array)) != self._made_at:
                 self._forms = {}
                 self._made_at = state
             if (form := self._forms.get(key)) is None:

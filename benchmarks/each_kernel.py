@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from dispatch import Operand, Problem, RecipePair, machine
 from dispatch._api import engine
@@ -45,7 +47,10 @@ def product(
         raise SystemExit(f"no {config} among the configs of {asked}: {', '.join(backend.configs(asked))}")
     for name in names:
         out = backend.plan(asked, name)(left, right)
-        wanted = left.double() @ right.double()
+        if m * n * k > 1 << 32:  # for ncu
+            print(f"{m}x{n}x{k} {recipe} {name}", flush=True)
+            continue
+        out, wanted = out.cpu(), left.cpu().double() @ right.cpu().double()
         print(
             f"{m}x{n}x{k} {recipe} {mode} {layout} {name}: {float((out - wanted).norm() / wanted.norm()):.4f}",
             flush=True,
@@ -58,6 +63,24 @@ def prepared(k: int, n: int) -> None:
     recipe = RecipePair.parse("e4m3:row").b
     engine().registry.backends[BACKEND].backend.prepare(weight, recipe, axis=-2)
     print(f"{k}x{n} {recipe} prepared", flush=True)
+
+
+@gluon.jit
+def _write(x, value):
+    gl.store(x + value, value)
+
+
+@gluon.jit
+def apart_kernel(x):
+    """Specialize warps that share nothing: what racecheck says of it concerns Triton's own word to its warps."""
+    gl.warp_specialize([(_write, (x, 0)), (_write, (x, 1))], [1], [24])
+
+
+def apart() -> None:
+    """Launch a warp-specialized kernel whose warps share nothing."""
+    found = torch.empty(2, device="cuda", dtype=torch.int32)
+    apart_kernel[(1,)](found, num_warps=4)
+    print(f"apart: {found.tolist()}", flush=True)
 
 
 def torch_product(size: int) -> None:
@@ -85,6 +108,7 @@ def cases(size: int | None) -> dict[str, Callable[[], None]]:
         "long rows": lambda: product((300, 264, 16400), "e4m3:row", "fast", None, "col"),
         "long columns": lambda: product((300, 264, 4112), "e4m3:row", "fast", None, "row"),
         "sixteen bit": lambda: product((300, 515, 264), None, None, None, "col"),
+        "apart": apart,
         "torch": lambda: torch_product(size or 256),
     }
     return found

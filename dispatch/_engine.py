@@ -18,10 +18,11 @@ from dispatch._problem import Problem
 from dispatch.frameworks.operands import array_of, forming, native, undressing
 from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
+from dispatch.measuring.ends import at_ends
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
 from dispatch.policies.policy import Policy
 from dispatch.registry.registry import Registry
-from dispatch.remembering import FORMAT, Decisions, DecisionStore, key_of, to_plain
+from dispatch.remembering import Decisions, DecisionStore, keys_of
 
 Rejections = dict[Candidate, list[Rejection]]
 
@@ -67,9 +68,10 @@ class _Case:
         able = [candidate for candidate in self.able if not candidate.scaled]
         return replace(self, able=able, rejections={**self.rejections, **dict.fromkeys(scaled, why)})
 
-    def twin(self, plan: Plan) -> bool:
-        """Return whether a plan is the framework's own product itself, and so the baseline."""
-        return not self.problem.encoded and plan is native(self.problem)
+
+def _twin(problem: Problem, plan: Plan) -> bool:
+    """Return whether a plan is the framework's own product itself, and so the baseline."""
+    return not problem.encoded and plan is native(problem)
 
 
 class Engine:
@@ -162,32 +164,42 @@ class Engine:
         return decision, complete or not table.postponed
 
     def _table(self, case: _Case, timings: Timings) -> Table:
-        table = Table(timings=dict(timings))
-        entrants = []
-        twins = []
+        table, call, room = Table(timings=dict(timings)), case.call, case.call.room
+        assert call.shapes is not None
+        traced = "traced" in case.problem.modes
+        given = random_operands(room, case.problem, call.operands) if traced else call.operands
+        operands = call.shapes.canonical(given, room.xp)
+        if not timings:
+            at_ends(room, case.problem, operands, lambda x: self._entrants(case, x, table)[0], case.policy, table)
+        entrants, twins = self._entrants(case, case.problem, table)
+        measure(room, case.problem, entrants, operands, case.policy, table)
+        table.measurements.update(dict.fromkeys(twins, table.measurements[BASELINE]))
+        return table
+
+    def _entrants(self, case: _Case, problem: Problem, table: Table) -> tuple[list[Entrant], list[Candidate]]:
+        """Return who is measured for `problem`, which may have another m of the bucket, and who is the baseline."""
+        entrants, twins = [], []
         for candidate in case.able:
+            backend = self.registry.backends[candidate.backend].backend
+            if table.out(candidate) or (
+                problem.m != case.problem.m and self._ask(backend, candidate, problem, case.policy)
+            ):
+                continue
             try:
-                plan, forms = self._plan(case.problem, candidate)
+                plan, forms = self._plan(problem, candidate)
             except BaseException as error:  # a plugin's code may raise anything
                 table.blame(candidate, error)
                 continue
-            if case.twin(plan):
+            if _twin(problem, plan):
                 twins.append(candidate)
             else:
                 entrants.append(Entrant(candidate, plan, forms))
-        call, room = case.call, case.call.room
-        assert call.shapes is not None
-        operands = (
-            random_operands(room, case.problem, call.operands) if "traced" in case.problem.modes else call.operands
-        )
-        measure(room, case.problem, entrants, call.shapes.canonical(operands, room.xp), case.policy, table)
-        table.measurements.update(dict.fromkeys(twins, table.measurements[BASELINE]))
-        return table
+        return entrants, twins
 
     def _rival(self, case: _Case, candidate: Candidate) -> bool:
         """Return whether a candidate has to be measured: all but those that are the framework's own product."""
         try:
-            return candidate.scaled or not case.twin(self._plan(case.problem, candidate)[0])
+            return candidate.scaled or not _twin(case.problem, self._plan(case.problem, candidate)[0])
         except KeyboardInterrupt:
             raise
         except BaseException:  # found again, and recorded, when it is measured
@@ -279,20 +291,13 @@ class Engine:
         return policy.override(backends=only, gate={"min_speedup": 0.0, "min_speedup_lossless": 0.0})
 
     def _keys(self, case: _Case) -> list[str]:
-        """Return the keys of everything that a choice depends on: where to look it up, and last where to keep it.
-
-        Under tracing what was decided on real operands is looked for first; what is measured then, on random ones, is
-        kept apart. Capturing and differentiating change no product.
-        """
-        facts = {
-            "format": FORMAT,
+        circumstances = {
             "policy": case.policy.choice_fingerprint,
             "scope": case.options.scope,
             "backends": {name: f"{x.distribution} {x.version}" for name, x in self.registry.backends.items()},
             "versions": case.call.room.versions(array_of(case.call.a)),
         }
-        modes: list[tuple[str, ...]] = [(), ("traced",)] if "traced" in case.problem.modes else [()]
-        return [key_of({**facts, "problem": to_plain(replace(case.problem, modes=x))}) for x in modes]
+        return keys_of(case.problem, case.able, circumstances)
 
     def _known(self, key: str, case: _Case) -> Decision | None:
         """Return the remembered decision, if its candidate is able still."""

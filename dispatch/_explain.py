@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dispatch._decision import Decision, Verdict, _us
 from dispatch._measurement import METRICS, Measurement
+from dispatch.measuring.buckets import bucket
 
 HEADER = ("candidate", "latency", "spread", "speedup", "sim. loss", "rel. L2", "max/scale", "verdict", "reason")
 
@@ -14,6 +15,9 @@ def as_text(decision: Decision) -> str:
     """Return the decision as lines: the problem, the choice, the reason, and a row for each candidate."""
     policy = f"policy {decision.policy}, {decision.source}" + ("" if decision.settled else ", not settled")
     head = [str(decision.problem), f"  -> {decision.candidate}: {decision.reason}  [{policy}]"]
+    first, last = bucket(decision.problem)
+    if first < last and decision.baseline is not None:
+        head.append(f"  m = {first} to {last} share it: measured at both, of each candidate the worse speedup counts")
     return "\n".join([*head, *_aligned(rows(decision))])
 
 

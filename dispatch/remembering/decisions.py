@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dispatch.remembering.codec import from_plain
-from dispatch.remembering.store import DecisionStore
+from dispatch._measurement import Candidate
+from dispatch._problem import Problem
+from dispatch.measuring.buckets import bucket
+from dispatch.remembering.codec import from_plain, to_plain
+from dispatch.remembering.store import DecisionStore, key_of
 
 if TYPE_CHECKING:
     from dispatch._decision import Decision
 
-FORMAT = 1  # of a stored record
+FORMAT = 2  # of a stored record
+
+
+def keys_of(problem: Problem, able: Sequence[Candidate], circumstances: Mapping[str, Any]) -> list[str]:
+    """Return the keys of everything that a choice depends on: where to look it up, and last where to keep it.
+
+    circumstances: what there is beside the problem, as plain values. Problems of one bucket of m share a key where
+    they have the same candidates. Under tracing what was decided on real operands is looked for first; what is measured
+    then, on random ones, is kept apart. Capturing and differentiating change no product.
+    """
+    facts: dict[str, Any] = {"format": FORMAT, **circumstances}
+    first, last = bucket(problem)
+    if first < last:
+        facts["able"] = [str(candidate) for candidate in able]
+    modes: list[tuple[str, ...]] = [(), ("traced",)] if "traced" in problem.modes else [()]
+    return [key_of({**facts, "problem": to_plain(replace(problem, m=last, modes=x))}) for x in modes]
 
 
 class Decisions:

@@ -4,8 +4,9 @@
 
 dense: row scales, kernel alone, against the better of torch's row and tensor scales. mid, decode: the same in CUDA
 graphs; decode on weights that are cold in L2, against tensor scales. block: 1x128 by 128x128 against torch's and
-DeepGEMM's. end_to_end: bfloat16 in and out, quantizing included, against torch.matmul. quantize: bytes moved a second
-against a copy's. host: what a known call takes of the CPU. Of our configs the fastest is named, as tuning keeps it.
+DeepGEMM's. promoted: sums in float32 every 128 of k. sixteen_bit: bfloat16 of odd sizes as they are. end_to_end:
+bfloat16 in and out, quantizing included, against torch.matmul. quantize: bytes moved a second against a copy's. host:
+what a known call takes of the CPU. Of our configs the fastest is named, as tuning keeps it.
 
 DeepGEMM is taken from SGLang's wheel (sgl-deep-gemm 0.1.0) where it is installed; else its column is null.
 """
@@ -34,6 +35,7 @@ DENSE += [(4096, 7168, 2048), (4096, 24576, 1536), (16384, 8192, 8192)]
 MID = [(512,) * 3, (1024,) * 3, (2048,) * 3, *((m, 8192, 8192) for m in (256, 512, 1024, 2048))]
 DECODE = [(m, 8192, 8192) for m in (1, 8, 16, 32, 64, 128)] + [(16, 8192, 28672), (64, 8192, 28672)]
 DECODE += [(128, 28672, 8192), (16, 4096, 14336), (16, 1024, 8192)]
+ODD = [(4096, 4095, 4096), (4096, 4096, 4095), (8192, 8191, 8191), (512, 1001, 777)]
 END_TO_END = [(2048,) * 3, (4096,) * 3, (8192,) * 3]
 QUANTIZE = [(8192, 8192), (8192, 16384), (8192, 28672), (16384, 4096), (65536, 1024)]
 L2_BYTES = 128 << 20
@@ -41,11 +43,18 @@ Call = Callable[[], Any]
 
 
 def problem(
-    recipe: str, m: int, n: int, k: int, *, prepared: Sequence[bool] = (True, True), layout: str = "col"
+    recipe: str | None,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    prepared: Sequence[bool] = (True, True),
+    layout: str = "col",
+    mode: str | None = "fast",
 ) -> Problem:
     """Return the problem of one product of bfloat16 operands on this GPU."""
-    pair = RecipePair.parse(recipe)
-    mode = "promoted" if recipe == BLOCKS else "fast"
+    pair = None if recipe is None else RecipePair.parse(recipe)
+    mode = "promoted" if recipe == BLOCKS else mode
     a, b = Operand("bfloat16", prepared=prepared[0]), Operand("bfloat16", (), layout, prepared=prepared[1])
     arch = dispatch.machine()["archs"]["torch"][-1]
     return Problem(m, n, k, a, b, "bfloat16", "torch", arch, "cuda:0", recipe=pair, accumulation=mode)
@@ -169,11 +178,11 @@ def _version(peer: str) -> str:
         return "none"
 
 
-def _peers(a: Any, b: Any) -> dict[str, Call]:
+def _peers(a: Any, b: Any, *, fast: bool = True) -> dict[str, Call]:
     """Return torch's scaled matmul with row and with tensor scales on the same quantized values."""
     left, right = a.matrix, b.matrix.t()
     rows, cols = a.scale.reshape(-1, 1), b.scale.reshape(1, -1)
-    one, options = torch.full((), 0.01, device="cuda"), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    one, options = torch.full((), 0.01, device="cuda"), {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
     return {
         "torch row scales": lambda: torch._scaled_mm(left, right, rows, cols, **options),
         "torch tensor scales": lambda: torch._scaled_mm(left, right, one, one, **options),
@@ -250,6 +259,27 @@ def block() -> Iterator[dict[str, Any]]:
         peers = ["torch block scales", "deep_gemm"]
         result = calls[backend().configs(asked)[0]]()
         yield row("block", (m, n, k), looped(calls), peers, recipe=BLOCKS, error=error(result, a, b))
+
+
+def promoted() -> Iterator[dict[str, Any]]:
+    """Yield the rows of sums promoted to float32 every 128 of k, against torch's without `use_fast_accum`."""
+    for m, n, k in DENSE[:2]:
+        a, b = random(m, k), random(n, k).t()
+        asked = problem(ROW, m, n, k, mode="promoted")
+        left, right = (backend().prepare(x, asked.recipe.a, axis=axis) for x, axis in ((a, -1), (b, -2)))
+        calls = {**_peers(left, right, fast=False), **configs(asked, left, right)}
+        out = calls[backend().configs(asked)[0]]()
+        yield row("promoted", (m, n, k), looped(calls), [*_peers(left, right)], error=error(out, a, b))
+
+
+def sixteen_bit() -> Iterator[dict[str, Any]]:
+    """Yield the rows of bfloat16 products of odd sizes, as they are, against torch.matmul."""
+    for m, n, k in ODD:
+        a, b = random(m, k), random(k, n)
+        asked = problem(None, m, n, k, prepared=(False, False), layout="row", mode=None)
+        calls = {"torch.matmul": partial(torch.matmul, a, b), **configs(asked, a, b)}
+        out = calls[backend().configs(asked)[0]]()
+        yield row("sixteen_bit", (m, n, k), looped(calls), ["torch.matmul"], recipe="bfloat16", error=error(out, a, b))
 
 
 def end_to_end() -> Iterator[dict[str, Any]]:
@@ -333,7 +363,7 @@ def _host(calls: dict[str, Call]) -> Iterator[dict[str, Any]]:
 
 TABLES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "dense": dense, "mid": mid, "decode": decode, "block": block, "end_to_end": end_to_end, "quantize": quantize,
-    "host": host,
+    "host": host, "promoted": promoted, "sixteen_bit": sixteen_bit,
 }  # fmt: skip
 
 

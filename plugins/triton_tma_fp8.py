@@ -1,7 +1,8 @@
 """GEMM kernels of our own in Triton and Gluon: FP8 with every recipe, and 16-bit products that cuBLAS is slow at.
 
 On sm90 operands and results move by TMA and warps are specialized; sm100, sm103 and sm120 run the kernels of plain
-Triton, sm89 those without TMA. Only sm90 was measured; the others are compiled in the tests.
+Triton, sm89 those without TMA. Only sm90 was measured; the others are compiled in the tests. JAX launches the FP8
+kernels, without MX scales, as operations of the jitted program.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dispatch import (
     Rejection,
     ScalingRecipe,
     closest,
+    framework_of,
     hookimpl,
 )
 
@@ -40,14 +42,20 @@ _WHOLE = tuple(RecipePair.parse(f"{a}:{x}@{b}:{x}") for x in ("row", "tensor") f
 _BLOCKS = tuple(RecipePair.parse(x) for x in ("e4m3:1x128@e4m3:128x128", "e4m3:128x128", "e4m3:64x64", "e4m3:32x32"))
 _MX = tuple(RecipePair.parse(f"{a}:1x32:e8m0@{b}:1x32:e8m0") for a, b in _FORMATS)
 LEAST_TRITON = (3, 6)
+JAX_TRITON = (3, 6)
+"""The Triton whose compiler is called without a driver: other versions have another way in."""
+JAX_DESCRIPTORS = (0, 11, 1)
+"""The first jaxlib whose custom call encodes TMA descriptors."""
 ODD = 8
 """n and k that are all multiples of this are left to cuBLAS where nothing is quantized: it is as fast there."""
 
 
-def _fp8(archs: Sequence[str], recipes: Sequence[RecipePair], **limits: Any) -> Capability:
+def _fp8(
+    archs: Sequence[str], recipes: Sequence[RecipePair], frameworks: Sequence[str] = ("torch", "jax"), **limits: Any
+) -> Capability:
     values = {"accumulations": ("fast", "promoted"), **limits}
     return Capability(
-        frameworks=("torch",),
+        frameworks=tuple(frameworks),
         archs=tuple(archs),
         recipes=tuple(recipes),
         dtypes=(*_FLOATS, "float8_e4m3fn", "float8_e5m2"),
@@ -68,7 +76,7 @@ CAPABILITIES = (
     _sixteen_bit(_HOPPER),
     _fp8(_OTHERS, _WHOLE),
     _fp8(_OTHERS, _BLOCKS, accumulations=("promoted",), batched=False),
-    _fp8(_BLACKWELL, _MX, accumulations=("fast",), batched=False),
+    _fp8(_BLACKWELL, _MX, ("torch",), accumulations=("fast",), batched=False),
     _sixteen_bit(_OTHERS),
 )
 
@@ -81,15 +89,16 @@ class TritonBackend:
 
     def rejections(self, problem: Problem) -> list[Rejection]:
         """Return every reason why it cannot run the problem with its recipe."""
-        if problem.framework != "torch":
-            return [Rejection("framework", problem.framework, "torch")]
+        here = [x for x in CAPABILITIES if problem.framework in x.frameworks]
+        if not here:
+            return [Rejection("framework", problem.framework, "torch or jax")]
         if not any(x.runs_on(problem.arch) for x in CAPABILITIES):
             return [
                 Rejection("arch", problem.arch, "sm89, sm90, sm100, sm103, sm120 or sm121: a GPU with FP8 tensor cores")
             ]
-        able = [x for x in CAPABILITIES if problem.recipe in x.recipes]
+        able = [x for x in here if problem.recipe in x.recipes]
         if not able:
-            known = dict.fromkeys(str(recipe or "none") for x in CAPABILITIES for recipe in x.recipes)
+            known = dict.fromkeys(str(recipe or "none") for x in here for recipe in x.recipes)
             return [Rejection("recipe", str(problem.recipe), ", ".join(known))]
         fitting = [x for x in able if x.runs_on(problem.arch)]
         found = closest(fitting or able, problem)
@@ -97,6 +106,8 @@ class TritonBackend:
             found.append(Rejection("size", f"m={problem.m}, n={problem.n}, k={problem.k}", "at least one of each"))
         if (reason := _triton_rejection()) is not None:
             found.append(reason)
+        elif problem.framework == "jax":
+            found += _jax_rejections(problem)
         if (pair := problem.recipe) is None:
             return found + _plain_rejections(problem)
         for side, operand, recipe in (("a", problem.a, pair.a), ("b", problem.b, pair.b)):
@@ -113,20 +124,29 @@ class TritonBackend:
         return [] if self.rejections(problem) else [str(config) for config in names.configs(problem)]
 
     def prepare(self, operand: Any, recipe: ScalingRecipe, *, axis: int) -> Any:
-        """Return a matrix quantized, K-major, as the kernels take it: an `Encoded` of torch."""
+        """Return a matrix quantized, K-major, as the kernels take it: an `Encoded` of its framework."""
+        room = framework_of(operand)
+        if room is not None and room.name == "jax":
+            from dispatch.plugins._triton_jax import prepare
+
+            return prepare(operand, recipe, axis, str(room.arch(operand)))
         from dispatch.plugins._triton_torch import encode
 
         return encode(operand, recipe, axis)
 
     def plan(self, problem: Problem, config: str | None = None) -> Plan:
         """Return the product's callable. Raises ValueError for a config that is none, or none of the problem's."""
-        from dispatch.plugins._triton_torch import plan
-
         able = names.configs(problem)
         chosen = able[0] if config is None else names.Config.parse(config)
         if chosen not in able:
             known = ", ".join(map(str, able))
             raise ValueError(f"triton_tma_fp8: config {config} is not for {problem}; its configs are {known}")
+        if problem.framework == "jax":
+            from dispatch.plugins._triton_jax import plan as jax_plan
+
+            return jax_plan(problem, chosen)
+        from dispatch.plugins._triton_torch import plan
+
         return plan(problem, chosen)
 
 
@@ -142,12 +162,35 @@ def _triton_rejection() -> Rejection | None:
     version = _triton_version()
     if version is None:
         return Rejection("triton", "not installed", "triton >= 3.6: pip install gemm-dispatch[triton]")
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_TRITON:
+    if _numbers(version)[:2] < LEAST_TRITON:
         return Rejection("triton", version, "triton >= 3.6")
     if _on("TRITON_INTERPRET"):
         found = os.environ["TRITON_INTERPRET"]
         return Rejection("TRITON_INTERPRET", found, "compiled kernels; the interpreter is for the kernels' own tests")
     return None
+
+
+def _jax_rejections(problem: Problem) -> list[Rejection]:
+    """Return what is missing for launches from JAX: its own custom call makes them, so no other package is needed."""
+    found = []
+    triton, jaxlib = _triton_version() or "", _jaxlib_version()
+    if _numbers(triton)[:2] != JAX_TRITON:
+        found.append(Rejection("triton", triton, "triton 3.6 for launches from JAX"))
+    if problem.arch != "sm89" and _numbers(jaxlib) < JAX_DESCRIPTORS:
+        found.append(Rejection("jaxlib", jaxlib, "jaxlib >= 0.11.1, whose Triton calls take TMA descriptors"))
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+@cache
+def _jaxlib_version() -> str:
+    try:
+        return importlib.metadata.version("jaxlib")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @cache

@@ -56,7 +56,7 @@ def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -
     room = _room(a, b, bias)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
-    a, b = _facing("a", a, -1), _facing("b", b, -2)
+    a, b = _facing("a", _with_values(room, a), -1), _facing("b", _with_values(room, b), -2)
     shape_a, shape_b = tuple(array_of(a).shape), tuple(array_of(b).shape)
     shapes = Shapes.of(shape_a, shape_b, fold=not isinstance(a, ScaledArray | PreparedOperand))
     if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
@@ -167,6 +167,12 @@ def _room(a: Any, b: Any, bias: Any) -> Framework:
 def _kind(room: Framework, array: Any) -> str:
     kind = type(array)
     return f"a {room.name} array ({kind.__module__}.{kind.__qualname__})"
+
+
+def _with_values(room: Framework, operand: Any) -> Any:
+    """Return an operand; a prepared tracer as the tracer: it is quantized in each call, and has to be measured so."""
+    traced = isinstance(operand, PreparedOperand) and "traced" in room.modes(operand.array)
+    return operand.array if traced else operand
 
 
 def _facing(side: str, operand: Any, axis: int) -> Any:

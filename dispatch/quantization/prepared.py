@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dispatch.frameworks import NAMES, Framework, framework_of
+from dispatch.frameworks import NAMES, Framework, framework, framework_of
 from dispatch.quantization.scaled_array import ScaledArray
 
 _PASSING = frozenset(("traced", "captured"))
@@ -32,12 +33,21 @@ class PreparedOperand:
     to an inference tensor; NumPy arrays have no version. Call refresh() after those. JAX arrays never change. The array
     is held, so its memory is not reused. Forms may be used on any CUDA stream; a captured graph goes on reading the
     forms that there were when it was captured.
+
+    With JAX it is a pytree of the array alone: what an optimizer, vmap or a checkpoint does to the leaf leaves no form
+    behind that is of another array. So an argument of a jitted function is quantized in each call; one that the
+    function closes over is quantized once, and so is a ScaledArray, which is quantized when it is made.
     """
 
     __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_room")
 
     def __init__(self, array: Any) -> None:
-        self._room = _room(array)
+        self._hold(_room(array), array)
+        if self._room.name == "jax":
+            _register_pytree()
+
+    def _hold(self, room: Framework, array: Any) -> None:
+        self._room = room
         self._array = array
         self._lock = threading.Lock()
         self._forms: dict[Hashable, _Form] = {}
@@ -116,6 +126,32 @@ def prepare(b: Any) -> PreparedOperand:
     TypeError for anything that is no array, and for a ScaledArray, which is quantized already.
     """
     return b if isinstance(b, PreparedOperand) else PreparedOperand(b)
+
+
+_registering = threading.Lock()
+_registered: list[str] = []
+
+
+def _register_pytree() -> None:
+    """Tell JAX, once, what a PreparedOperand is made of; called when the first one of a JAX array is made."""
+    with _registering:
+        if _registered:
+            return
+        tree = sys.modules["jax"].tree_util
+
+        def flatten(x: PreparedOperand) -> tuple[Any, None]:
+            return (x.array,), None
+
+        def flatten_with_keys(x: PreparedOperand) -> tuple[Any, None]:
+            return ((tree.GetAttrKey("array"), x.array),), None
+
+        def unflatten(_: None, children: Any) -> PreparedOperand:
+            made = object.__new__(PreparedOperand)
+            made._hold(framework("jax"), *children)  # JAX also rebuilds a pytree with leaves that are no arrays
+            return made
+
+        tree.register_pytree_with_keys(PreparedOperand, flatten_with_keys, unflatten, flatten)
+        _registered.append("jax")
 
 
 def _room(array: Any) -> Framework:

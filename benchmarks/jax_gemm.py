@@ -1,0 +1,211 @@
+"""FP8 products in JAX beside XLA's own, on the same data, interleaved, all inside jitted programs. Needs an NVIDIA GPU.
+
+    python benchmarks/jax_gemm.py [--record NAME] [--tables dense decode end_to_end quantize]
+
+dense: e4m3 with row scales, quantized beforehand, against XLA's FP8 dot with the same scales and without any. decode:
+few rows by wide weights that are cold in L2. end_to_end: bfloat16 in and out, quantizing included, against jnp.matmul.
+quantize: bfloat16 to e4m3 with a scale a row, a (rows, k) as it lies and a (k, rows) transposed, against XLA's own.
+
+Times are the device's: the difference between a long and a short chain of products in one program, operands rotated
+past L2. Of our configs the fastest is named, as tuning keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import _rows
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dispatch
+from dispatch import Operand, Problem, RecipePair, ScalingRecipe
+from dispatch._api import engine
+
+ROW = "e4m3:row"
+DENSE = [(4096,) * 3, (8192,) * 3, (8192, 28672, 8192), (8192, 8192, 28672)]
+DECODE = [(16, 8192, 8192), (64, 8192, 8192), (128, 8192, 8192), (16, 1024, 8192)]
+END_TO_END = [(2048,) * 3, (4096,) * 3, (8192,) * 3]
+QUANTIZE = [(4096, 4096), (8192, 8192), (8192, 28672)]
+MEMORY_BYTES = 24 << 30
+ROUNDS = 9
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function, and the arrays it is called with."""
+
+
+def backend(name: str = "triton_tma_fp8") -> Any:
+    """Return a backend that is measured."""
+    return engine().registry.backends[name].backend
+
+
+def problem(m: int, n: int, k: int, prepared: Sequence[bool]) -> Problem:
+    """Return the problem of one product of bfloat16 operands on this GPU."""
+    a, b = (Operand("bfloat16", prepared=x) for x in prepared)
+    arch = dispatch.machine()["archs"]["jax"][0]
+    pair = RecipePair.parse(ROW)
+    return Problem(m, n, k, a, b, "bfloat16", "jax", arch, "cuda:0", recipe=pair, accumulation="fast")
+
+
+def plans(asked: Problem) -> dict[str, Any]:
+    """Return the plan of each config worth measuring; say why there is none."""
+    ours = backend()
+    if reasons := ours.rejections(asked):
+        sys.exit("; ".join(map(str, reasons)))
+    return {name: ours.plan(asked, name) for name in ours.configs(asked)}
+
+
+def timed(calls: dict[str, Call]) -> dict[str, tuple[float, float]]:
+    """Return median and spread in us of each call, run in turns."""
+    clock = dispatch.framework("jax").stopwatch(list(calls.values()), MEMORY_BYTES)
+    clock.prepare()
+    found: list[list[float]] = [[] for _ in calls]
+    order = list(range(len(calls)))
+    for turn in range(ROUNDS):
+        turned = order[turn % len(order) :] + order[: turn % len(order)]
+        for index, spent in zip(turned, clock.round(turned), strict=True):
+            found[index].append(spent)
+    return {name: (statistics.median(x), max(x) - min(x)) for name, x in zip(calls, found, strict=True)}
+
+
+def random(seed: int, *shape: int) -> Any:
+    """Return normal bfloat16 values."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def xla_bare(a: Any, b: Any) -> Any:
+    """Return XLA's product of FP8 operands, both K-major, without scales."""
+    return jax.lax.dot_general(a.matrix, b.matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+def xla_scaled(a: Any, b: Any) -> Any:
+    """Return XLA's product of the same times the scales of rows, in bfloat16."""
+    sums = jax.lax.dot_general(a.matrix, b.matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return (sums * a.scale * b.scale.T).astype(jnp.bfloat16)
+
+
+def error(out: Any, a: Any, b: Any) -> dict[str, float]:
+    """Return the worst row's errors over 64 sampled rows, against float64 of the unquantized operands a and b."""
+    rows = np.linspace(0, out.shape[0] - 1, min(64, out.shape[0])).astype(int)
+    x, y = np.asarray(out[rows], np.float64), dispatch.framework("jax").reference(a[rows], b)
+    difference, size = np.square(x - y).sum(1), np.square(y).sum(1)
+    return {
+        "similarity_loss": float((difference / (np.square(x).sum(1) + size)).max()),
+        "relative_l2": float(np.sqrt(difference / size).max()),
+        "max_abs_over_scale": float((np.abs(x - y).max(1) / np.abs(y).max(1)).max()),
+    }
+
+
+def row(table: str, size: Sequence[int], calls: dict[str, Call], peers: Sequence[str], **more: Any) -> dict[str, Any]:
+    """Measure, print and return one row: our fastest, and the peers."""
+    times = timed(calls)
+    ours = min((name for name in times if name not in peers), key=lambda name: times[name][0])
+    best, (latency, spread) = min(times[name][0] for name in peers), times[ours]
+    m, n, k = (*size, 1)[:3]
+    print(
+        f"{table:11}{'x'.join(map(str, size)):17}{latency:9.1f} us {2e-6 * m * n * k / latency:6.0f} TFLOP/s "
+        f"{best / latency:6.3f}x of the best peer  "
+        + "  ".join(f"{name} {times[name][0]:.1f}" for name in times if name != ours)
+        + f"  {ours}",
+        flush=True,
+    )
+    return {
+        "table": f"jax_{table}",
+        "problem": {"m": m, "n": n, "k": k, "dtype": "bfloat16"},
+        "candidate": f"triton_tma_fp8/{ROW}/{ours}",
+        "latency_us": latency,
+        "spread_us": spread,
+        "rounds": ROUNDS,
+        "tflops": 2e-6 * m * n * k / latency,
+        "speedup": best / latency,
+        "peers": {f"{name}@{jax.__version__}": times[name][0] for name in peers},
+        "candidates": {name: {"latency_us": x[0], "spread_us": x[1]} for name, x in times.items() if name not in peers},
+        "data": "normal",
+        **_rows.stamp(),
+        **more,
+    }
+
+
+def _beside_xla(table: str, sizes: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    recipe = ScalingRecipe.parse(ROW)
+    for m, n, k in sizes:
+        a, b = random(0, m, k), random(1, k, n)
+        given = backend().prepare(a, recipe, axis=-1), backend().prepare(b, recipe, axis=-2)
+        found = plans(problem(m, n, k, (True, True)))
+        calls: dict[str, Call] = {name: (plan, given) for name, plan in found.items()}
+        peers = {"XLA row scales": (xla_scaled, given), "XLA no scales": (xla_bare, given)}
+        out = next(iter(found.values()))(*given)
+        yield row(table, (m, n, k), calls | peers, [*peers], error=error(out, a, b))
+
+
+def dense() -> Iterator[dict[str, Any]]:
+    """Yield the rows of large products."""
+    return _beside_xla("dense", DENSE)
+
+
+def decode() -> Iterator[dict[str, Any]]:
+    """Yield the rows of few rows by wide weights."""
+    return _beside_xla("decode", DECODE)
+
+
+def end_to_end() -> Iterator[dict[str, Any]]:
+    """Yield the rows of bfloat16 products, quantizing included, and with the weight prepared."""
+    for m, n, k in END_TO_END:
+        a, b = random(0, m, k), random(1, k, n)
+        for prepared in (False, True):
+            right = backend().prepare(b, ScalingRecipe.parse(ROW), axis=-2) if prepared else b
+            found = plans(problem(m, n, k, (False, prepared)))
+            calls: dict[str, Call] = {name: (plan, (a, right)) for name, plan in found.items()}
+            calls["jnp.matmul"] = (jnp.matmul, (a, b))
+            asked = problem(m, n, k, (False, False))
+            other = backend("cublas")
+            calls["XLA row scales"] = (other.plan(asked), (a, b))
+            out = next(iter(found.values()))(a, right)
+            yield row("end_to_end", (m, n, k), calls, ["jnp.matmul"], weight_prepared=prepared, error=error(out, a, b))
+
+
+def quantize() -> Iterator[dict[str, Any]]:
+    """Yield the rows of quantizing, and print the bytes moved a second."""
+    recipe, ours, xla = ScalingRecipe.parse(ROW), backend(), backend("cublas")
+    for rows, k in QUANTIZE:
+        for axis in (-1, -2):
+            x = random(0, *((rows, k) if axis == -1 else (k, rows)))
+
+            def by(backend: Any, axis: int = axis) -> Any:
+                return lambda given: backend.prepare(given, recipe, axis=axis).matrix
+
+            calls: dict[str, Call] = {"ours": (by(ours), (x,)), "XLA": (by(xla), (x,))}
+            entry = row("quantize", (rows, k), calls, ["XLA"], layout="row" if axis == -1 else "col")
+            print(f"{'':11}{entry['layout']}: {3e-6 * rows * k / entry['latency_us']:.2f} TB/s")
+            yield {**entry, "tflops": None}
+
+
+TABLES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "dense": dense, "decode": decode, "end_to_end": end_to_end, "quantize": quantize
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", metavar="NAME", help="append the rows to results/NAME.jsonl")
+    parser.add_argument("--tables", nargs="*", choices=TABLES, default=list(TABLES))
+    arguments = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        sys.exit(f"JAX {jax.__version__} has no GPU here, only {jax.default_backend()}")
+    for name in arguments.tables:
+        found = []
+        for entry in TABLES[name]():
+            found.append(entry)
+            if arguments.record:
+                _rows.append([entry], arguments.record)
+        ratios = [entry["speedup"] for entry in found]
+        print(f"{name}: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

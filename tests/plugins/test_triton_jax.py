@@ -1,0 +1,225 @@
+"""The triton_tma_fp8 backend from JAX: what it launches, under every transform, and its values on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from dispatch.plugins import triton_tma_fp8
+
+import dispatch
+from dispatch import Operand, Problem, RecipePair
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("triton")
+jnp = jax.numpy
+
+BACKEND = triton_tma_fp8.TritonBackend()
+ROW, TENSOR, BLOCKS = "e4m3:row", "e4m3:tensor", "e4m3:1x128@e4m3:128x128"
+MIXED = ("e4m3:row@e5m2:row", "e5m2:tensor@e4m3:tensor")
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+def problem(recipe: str, m: int, n: int, k: int, **facts: Any) -> Problem:
+    pair = RecipePair.parse(recipe)
+    blocks = pair.a.granularity not in ("row", "tensor")
+    values = {
+        "a": Operand("bfloat16"),
+        "b": Operand("bfloat16"),
+        "out_dtype": "bfloat16",
+        "framework": "jax",
+        "arch": "sm90",
+        "device": "cuda:0",
+        "accumulation": "promoted" if blocks else "fast",
+        **facts,
+    }
+    return Problem(m, n, k, recipe=pair, **values)
+
+
+def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> Any:
+    return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
+
+
+def wide(x: Any) -> Any:
+    return np.asarray(x).astype(np.float64)
+
+
+def decoded(x: Any, recipe: Any, axis: int) -> Any:
+    """Return an operand as the recipe leaves it, in float64."""
+    x = x if isinstance(x, dispatch.ScaledArray) else dispatch.quantize(np.asarray(x), recipe, axis=axis)
+    data, scale = wide(x.data), wide(x.scale)
+    down, across = recipe.block(*(data.shape[-2:] if axis == -1 else data.shape[-2:][::-1]))
+    down, across = (down, across) if axis == -1 else (across, down)
+    scale = scale.repeat(down, -2)[..., : data.shape[-2], :].repeat(across, -1)[..., : data.shape[-1]]
+    return data * scale
+
+
+def exact(recipe: str, a: Any, b: Any) -> Any:
+    pair = RecipePair.parse(recipe)
+    return decoded(a, pair.a, -1) @ decoded(b, pair.b, -2)
+
+
+def error(found: Any, wanted: Any) -> float:
+    assert tuple(found.shape) == tuple(wanted.shape)
+    return float(np.linalg.norm(wide(found) - wanted) / max(np.linalg.norm(wanted), 1e-300))
+
+
+SHAPES = [(1, 1, 1), (1, 4096, 4096), (16, 1024, 8192), (17, 33, 65), (64, 64, 64), (100, 300, 1000)]
+SHAPES += [(300, 1040, 528), (520, 528, 4112), (1100, 2050, 2064)]
+gpu = pytest.mark.gpu
+
+
+@gpu
+class TestOnAGPU:
+    @pytest.fixture(autouse=True)
+    def on_a_gpu(self) -> None:
+        assert jax.default_backend() == "gpu", "run gpu tests on a machine with a GPU"
+
+    def run(self, recipe: str, a: Any, b: Any, bias: Any = None, **facts: Any) -> Any:
+        """Return the product by the first config, after checking that all agree, jitted and from run to run."""
+        operands = [
+            Operand(x.dtype, tuple(x.shape[:-2]), recipe=x.recipe)
+            if isinstance(x, dispatch.ScaledArray)
+            else Operand(x.dtype.name, tuple(x.shape[:-2]))
+            for x in (a, b)
+        ]
+        asked = problem(recipe, a.shape[-2], b.shape[-1], a.shape[-1], a=operands[0], b=operands[1], **facts)
+        asked = replace(asked, bias=None if bias is None else bias.dtype.name)
+        assert BACKEND.rejections(asked) == []
+        found = []
+        for config in BACKEND.configs(asked):
+            plan = BACKEND.plan(asked, config)
+            given = (a, b) if bias is None else (a, b, bias)
+            out, again = plan(*given), jax.jit(plan)(*given)
+            assert np.asarray(out).tobytes() == np.asarray(again).tobytes(), config
+            assert out.dtype.name == asked.out_dtype
+            found.append(out)
+        for other in found[1:]:
+            finite = np.isfinite(wide(found[0]))
+            assert error(wide(other)[finite], wide(found[0])[finite]) < 8e-3
+        return found[0]
+
+    @pytest.mark.parametrize("size", SHAPES)
+    @pytest.mark.parametrize("mode", ["fast", "promoted"])
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR])
+    def test_row_and_tensor_scales(self, recipe: str, mode: str, size: tuple[int, int, int]) -> None:
+        m, n, k = size
+        a, b = normal(0, m, k), normal(1, k, n)
+        assert error(self.run(recipe, a, b, accumulation=mode), exact(recipe, a, b)) < 6e-3
+
+    @pytest.mark.parametrize("recipe", MIXED)
+    def test_mixed_formats(self, recipe: str) -> None:
+        a, b = normal(0, 300, 528), normal(1, 528, 1040)
+        assert error(self.run(recipe, a, b), exact(recipe, a, b)) < 6e-3
+
+    @pytest.mark.parametrize("size", [(17, 33, 65), (300, 1040, 528), (1100, 2050, 2064)])
+    @pytest.mark.parametrize("recipe", [BLOCKS, "e4m3:128x128", "e4m3:64x64"])
+    def test_block_scales(self, recipe: str, size: tuple[int, int, int]) -> None:
+        m, n, k = size
+        a, b = normal(0, m, k), normal(1, k, n)
+        assert error(self.run(recipe, a, b), exact(recipe, a, b)) < 6e-3
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    @pytest.mark.parametrize("out", ["float16", "float32"])
+    def test_dtypes(self, dtype: str, out: str) -> None:
+        a, b = normal(0, 300, 528, dtype=dtype), normal(1, 528, 264, dtype=dtype)
+        assert error(self.run(ROW, a, b, out_dtype=out), exact(ROW, a, b)) < 6e-3
+
+    @pytest.mark.parametrize("size", [(16, 1024, 4096), (520, 528, 512)])
+    @pytest.mark.parametrize(
+        ("shape", "activation"), [*itertools.product(("n",), ACTIVATIONS), ("1", "silu"), ("mn", "gelu")]
+    )
+    def test_epilogues(self, shape: str, activation: str | None, size: tuple[int, int, int]) -> None:
+        m, n, k = size
+        a, b = normal(0, m, k), normal(1, k, n) * k**-0.5
+        bias = normal(2, *{"n": (n,), "1": (1,), "mn": (m, n)}[shape], dtype="float32")
+        with jax.enable_x64(True):
+            wanted = np.asarray(ACTIVATIONS[activation](jnp.asarray(exact(ROW, a, b) + wide(bias))))
+        assert error(self.run(ROW, a, b, bias, activation=activation), wanted) < 6e-3
+
+    @pytest.mark.parametrize("batch", [((3,), (3,)), ((2, 1), (3,)), ((3,), ()), ((), (2,))])
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR])
+    def test_batches(self, recipe: str, batch: Any) -> None:
+        a, b = normal(0, *batch[0], 70, 200), normal(1, *batch[1], 200, 131)
+        assert error(self.run(recipe, a, b), exact(recipe, a, b)) < 6e-3
+
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+    def test_what_is_quantized_already(self, recipe: str) -> None:
+        a, b = normal(0, 130, 640), normal(1, 640, 273)
+        pair = RecipePair.parse(recipe)
+        left, right = dispatch.quantize(a, pair.a, axis=-1), dispatch.quantize(b, pair.b, axis=-2)
+        assert error(self.run(recipe, left, right), exact(recipe, left, right)) < 6e-3
+        assert error(self.run(recipe, a, right), exact(recipe, a, right)) < 6e-3
+        asked = problem(recipe, 130, 273, 640, b=Operand("bfloat16", prepared=True))
+        made = BACKEND.prepare(b, pair.b, axis=-2)
+        assert error(BACKEND.plan(asked)(a, made), exact(recipe, a, b)) < 6e-3
+
+    def test_raw_fp8_has_scales_of_one(self) -> None:
+        a, b = normal(0, 130, 200, dtype="float8_e4m3fn"), normal(1, 200, 77, dtype="float8_e4m3fn")
+        assert error(self.run(TENSOR, a, b), wide(a) @ wide(b)) < 6e-3
+
+    def test_nan_and_inf_stay_where_they_belong(self) -> None:
+        a, b = normal(0, 300, 640), normal(1, 640, 272)
+        out = wide(self.run(ROW, a.at[3, 5].set(jnp.nan).at[7, 9].set(jnp.inf), b))
+        assert np.isnan(out[3]).all()
+        assert not np.isfinite(out[7]).any()
+        assert np.isfinite(np.delete(out, (3, 7), 0)).all()
+
+    @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR])
+    def test_vmap_is_each_entry_alone(self, recipe: str, axes: tuple[Any, Any]) -> None:
+        a, b = normal(0, 3, 70, 200), normal(1, 3, 200, 136)
+        given = [x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True)]
+        plan = BACKEND.plan(problem(recipe, 70, 136, 200))
+        found = jax.jit(jax.vmap(plan, axes))(*given)
+        for i in range(3):
+            own = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
+            assert error(found[i], exact(recipe, *own)) < 6e-3
+
+    def test_scan_and_grad_through_the_public_function(self) -> None:
+        a, b = normal(0, 256, 512), normal(1, 512, 512) * 0.05
+        ours = {"allow": ["triton_tma_fp8", "bf16_fallback"]}
+        with dispatch.use_policy(backends=ours, gate={"min_speedup": 0.0}):
+            decision = dispatch.explain(a, b)
+            assert decision.backend == "triton_tma_fp8", decision
+
+            def scanned(product: Any, x: Any) -> Any:
+                return jax.lax.scan(lambda carry, _: (product(carry, b), carry.sum()), x, None, length=3)[0]
+
+            def loss(product: Any, x: Any, y: Any) -> Any:
+                return jnp.square(product(x, y).astype("float32")).sum()
+
+            out = jax.jit(lambda x: scanned(dispatch.matmul, x))(a)
+            grads = jax.jit(jax.grad(lambda x, y: loss(dispatch.matmul, x, y), (0, 1)))(a, b)
+            mapped = jax.jit(jax.vmap(dispatch.matmul, (0, None)))(jnp.stack([a, a + 1]), b)
+        assert error(out, wide(scanned(jnp.matmul, a))) < 0.1
+        for found, wanted in zip(grads, jax.grad(lambda x, y: loss(jnp.matmul, x, y), (0, 1))(a, b), strict=True):
+            assert error(found, wide(wanted)) < 0.06
+        assert error(mapped[1], wide(a + 1) @ wide(b)) < 0.06
+
+    def test_an_eager_call_is_traced_once_and_a_prepared_weight_quantized_once(self, monkeypatch: Any) -> None:
+        from dispatch.plugins import _triton_jax
+
+        traced: list[Any] = []
+        own = _triton_jax.ScaledProduct.__call__
+        monkeypatch.setattr(_triton_jax.ScaledProduct, "__call__", lambda self, *x: traced.append(x) or own(self, *x))
+        a, b = normal(0, 512, 1024), normal(1, 1024, 512)
+        ours = {"allow": ["triton_tma_fp8", "bf16_fallback"]}
+        with dispatch.use_policy(backends=ours, gate={"min_speedup": 0.0}):
+            weight = dispatch.prepare(b)
+            first = dispatch.matmul(a, weight)
+            once = len(traced)
+            assert once > 0
+            assert np.asarray(dispatch.matmul(a, weight)).tobytes() == np.asarray(first).tobytes()
+            dispatch.matmul(a + 1, weight)
+        assert len(traced) == once
+        assert error(first, exact(ROW, a, b)) < 6e-3

@@ -48,11 +48,6 @@ class Bound(NamedTuple):
         return list(call(*(arrays[slot] for slot in self.operands), opaque=self.call))
 
 
-def takes_descriptors() -> bool:
-    """Return whether JAX's plugin can encode TMA descriptors: jaxlib 0.11.1 and later, with CUDA."""
-    return hasattr(gpu_triton, "create_tma_descriptor_parameter")
-
-
 def bind(
     kernel: Any,
     grid: Sequence[int],

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+import sys
+from functools import cache
+
 from dispatch import FORMATS, FP8_DTYPES, Operand, Rejection, ScalingRecipe
+
+JAX_TRITON = (3, 6)
+"""The Triton whose compiler is called for JAX, without a driver: other versions have another way in."""
 
 
 def operand_rejections(name: str, operand: Operand, recipe: ScalingRecipe | None) -> list[Rejection]:
@@ -16,3 +24,24 @@ def operand_rejections(name: str, operand: Operand, recipe: ScalingRecipe | None
     if operand.dtype in FP8_DTYPES and (FORMATS[recipe.dtype], "tensor") != (operand.dtype, recipe.granularity):
         return [Rejection(name, f"{operand.dtype} without scales", f"what {recipe} quantizes, or a ScaledArray")]
     return []
+
+
+def version_of(package: str) -> tuple[int, ...]:
+    """Return the first three numbers of a package's version; () where it is not installed or blocked on purpose."""
+    return () if sys.modules.get(package, package) is None else _installed(package)
+
+
+@cache
+def _installed(package: str) -> tuple[int, ...]:
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+
+
+def quantizes_from_jax(arch: str) -> bool:
+    """Return whether Triton's quantizers can be launched from JAX on an arch: a GPU with FP8, and the right Triton."""
+    jax = sys.modules.get("jax")
+    able = arch in ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121") and version_of("triton")[:2] == JAX_TRITON
+    return able and jax is not None and jax.default_backend() == "gpu"

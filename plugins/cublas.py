@@ -1,7 +1,8 @@
 """The vendor's library on CUDA: FP8 products with scales through cuBLAS and CUTLASS, and the framework's own product.
 
-torch: `torch._scaled_mm`. JAX: an FP8 `dot_general`, which XLA gives to cuBLASLt. What torch takes where was read in
-its sources (aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu, 2.9 to 2.13) and measured on sm90.
+torch: `torch._scaled_mm`. JAX: an FP8 `dot_general`, which XLA gives to cuBLASLt, and MX scales on Blackwell. What torch
+takes where was read in its sources (aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu, 2.9 to 2.13) and
+measured on sm90.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dispatch import (
 
 _HOPPER = ("sm90",)
 _OTHERS = ("sm89", "sm100", "sm103", "sm120", "sm121")
+_BLACKWELL = ("sm100", "sm103")
 _FLOATS = ("bfloat16", "float16", "float32")
 _ACCUMULATIONS = ("fast", "promoted")
 _BLOCKS = RecipePair.parse("e4m3:1x128@e4m3:128x128")
@@ -38,6 +40,7 @@ _ROWS = RecipePair.parse("e4m3:row")
 _TENSORS = tuple(
     RecipePair.parse(f"{a}:tensor@{b}:tensor") for a, b in (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
 )
+_MX = RecipePair.parse("e4m3:1x32:e8m0")
 _NEEDS_CUDA_12_9 = (_ROWS, _BLOCKS)  # cuBLAS scales by row and block from then on
 
 
@@ -67,6 +70,8 @@ CAPABILITIES = (
     # 0.11.2 that was wrong by 2.4% at m = 1 and not finite at tiny odd sizes.
     _fp8(("jax",), _HOPPER, (*_TENSORS, _ROWS), multiple_of=(16, 16, 16)),
     _fp8(("jax",), _OTHERS, (*_TENSORS, _ROWS), multiple_of=(16, 16, 16)),
+    # jax.nn.scaled_matmul, by cuDNN. Elsewhere XLA decodes and multiplies in float32.
+    _fp8(("jax",), _BLACKWELL, (_MX,), accumulations=("fast",), multiple_of=(128, 128, 128)),
 )
 
 
@@ -105,10 +110,9 @@ class CublasBackend:
             raise ValueError(f"cublas: cannot prepare an operand of shape {tuple(operand.shape)}; it takes matrices")
         room = framework_of(operand)
         if room is not None and room.name == "jax":
-            import jax
-            from dispatch.plugins._cublas_jax import encoder as jax_encoder
+            from dispatch.plugins._cublas_jax import prepare
 
-            return jax.jit(jax_encoder(recipe, axis, raw=operand.dtype.itemsize == 1))(operand)
+            return prepare(operand, recipe, axis)
         from dispatch.plugins._cublas_torch import encoder
 
         return encoder(recipe, axis, raw_on=operand.device if operand.dtype.itemsize == 1 else None)(operand)

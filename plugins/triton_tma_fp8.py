@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from dispatch.plugins import _triton_configs as names
-from dispatch.plugins._fp8 import operand_rejections
+from dispatch.plugins._fp8 import JAX_TRITON, operand_rejections, version_of
 
 from dispatch import (
     Capability,
@@ -42,8 +42,6 @@ _WHOLE = tuple(RecipePair.parse(f"{a}:{x}@{b}:{x}") for x in ("row", "tensor") f
 _BLOCKS = tuple(RecipePair.parse(x) for x in ("e4m3:1x128@e4m3:128x128", "e4m3:128x128", "e4m3:64x64", "e4m3:32x32"))
 _MX = tuple(RecipePair.parse(f"{a}:1x32:e8m0@{b}:1x32:e8m0") for a, b in _FORMATS)
 LEAST_TRITON = (3, 6)
-JAX_TRITON = (3, 6)
-"""The Triton whose compiler is called without a driver: other versions have another way in."""
 JAX_DESCRIPTORS = (0, 11, 1)
 """The first jaxlib whose custom call encodes TMA descriptors."""
 ODD = 8
@@ -173,24 +171,17 @@ def _triton_rejection() -> Rejection | None:
 def _jax_rejections(problem: Problem) -> list[Rejection]:
     """Return what is missing for launches from JAX: its own custom call makes them, so no other package is needed."""
     found = []
-    triton, jaxlib = _triton_version() or "", _jaxlib_version()
+    triton, jaxlib = _triton_version() or "", version_of("jaxlib")
     if _numbers(triton)[:2] != JAX_TRITON:
         found.append(Rejection("triton", triton, "triton 3.6 for launches from JAX"))
-    if problem.arch != "sm89" and _numbers(jaxlib) < JAX_DESCRIPTORS:
-        found.append(Rejection("jaxlib", jaxlib, "jaxlib >= 0.11.1, whose Triton calls take TMA descriptors"))
+    if problem.arch != "sm89" and jaxlib < JAX_DESCRIPTORS:
+        version = ".".join(map(str, jaxlib)) or "not installed"
+        found.append(Rejection("jaxlib", version, "jaxlib >= 0.11.1, whose Triton calls take TMA descriptors"))
     return found
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-@cache
-def _jaxlib_version() -> str:
-    try:
-        return importlib.metadata.version("jaxlib")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 @cache

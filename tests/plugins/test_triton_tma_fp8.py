@@ -74,7 +74,9 @@ class TestRejections:
     @pytest.mark.parametrize(
         ("recipe", "facts", "said"),
         [
-            (ROW, {"framework": "jax"}, "framework is jax; needs torch"),
+            (ROW, {"framework": "numpy"}, "framework is numpy; needs torch or jax"),
+            (MX, {"framework": "jax", "arch": "sm100"}, "recipe is e4m3:1x32:e8m0"),
+            (None, {"framework": "jax", "n": 511}, "recipe is none"),
             (ROW, {"a": Operand("float64")}, "dtype is float64"),
             (ROW, {"out_dtype": "float64"}, "out_dtype is float64"),
             (ROW, {"m": 0}, "size is m=0"),
@@ -118,6 +120,34 @@ class TestRejections:
     def test_the_interpreter_is_refused(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", value)
         assert reasons(problem()).startswith(f"TRITON_INTERPRET is {value}; needs compiled kernels")
+
+    @pytest.mark.parametrize(
+        ("triton", "jaxlib", "arch", "said"),
+        [
+            ("3.6.0", (0, 11, 1), "sm90", ""),
+            ("3.6.1", (0, 12, 0), "sm100", ""),
+            ("3.6.0", (0, 9, 0), "sm89", ""),
+            (
+                "3.6.0",
+                (0, 11, 0),
+                "sm90",
+                "jaxlib is 0.11.0; needs jaxlib >= 0.11.1, whose Triton calls take TMA descri",
+            ),
+            ("3.6.0", (), "sm90", "jaxlib is not installed"),
+            ("3.7.1", (0, 11, 1), "sm90", "triton is 3.7.1; needs triton 3.6 for launches from JAX"),
+            (None, (0, 11, 1), "sm90", "triton is not installed"),
+            ("3.6.0", (0, 11, 1), "sm80", "arch is sm80; needs sm89, sm90"),
+        ],
+    )
+    def test_jax_is_served_by_what_its_custom_call_can_do(
+        self, triton: str | None, jaxlib: Any, arch: str, said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: triton)
+        monkeypatch.setattr(triton_tma_fp8, "version_of", lambda package: jaxlib)
+        for recipe in (ROW, TENSOR, BLOCKS, *SQUARES):
+            found = reasons(problem(recipe, framework="jax", arch=arch))
+            assert (found == "") == (said == ""), found
+            assert said in found
 
     def test_measured_means_hopper(self) -> None:
         assert {x.status for x in BACKEND.capabilities if x.archs == ("sm90",)} == {"measured"}

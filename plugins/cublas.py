@@ -1,6 +1,6 @@
 """The vendor's library on CUDA: FP8 products with scales through cuBLAS and CUTLASS, and the framework's own product.
 
-torch: `torch._scaled_mm`. JAX: an FP8 `dot_general`, which XLA gives to cuBLASLt, and MX scales on Blackwell. What torch
+torch: `torch._scaled_mm`. JAX: an FP8 `dot_general`, which XLA gives to cuBLASLt; MX scales on Blackwell. What torch
 takes where was read in its sources (aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu, 2.9 to 2.13) and
 measured on sm90.
 """

@@ -147,6 +147,27 @@ def test_a_decision_under_jit_is_one_like_the_eager_one(winner: Any) -> None:
     assert {p.modes for p in winner.problems} >= {(), ("traced",)}
 
 
+def test_a_second_eager_call_traces_nothing(winner: Any) -> None:
+    a, b = array((6, 9), 0), array((9, 5), 1)
+    weight = dispatch.prepare(b)
+    for given in (b, weight):
+        first = dispatch.matmul(a, given)
+        traced = winner.calls
+        assert traced
+        for other in (a, a + 1, a * 2):
+            dispatch.matmul(other, given)
+        assert winner.calls == traced
+        close(dispatch.matmul(a, given), first)
+
+
+def test_a_second_jitted_call_asks_for_nothing(winner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = array((6, 9), 0), array((9, 7), 1)
+    product = jax.jit(dispatch.matmul)
+    first = product(a, b)
+    monkeypatch.setattr("dispatch._api._call", lambda *_: pytest.fail("asked after compiling"))
+    close(product(a, b), first)
+
+
 def test_measuring_under_a_trace_leaks_no_tracer(winner: Any) -> None:
     a, b = array((3, 7), 0), array((7, 2), 1)
     with jax.checking_leaks():

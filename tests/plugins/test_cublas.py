@@ -26,6 +26,7 @@ def triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "_has_triton", lambda: True)
 
 
+MX = "e4m3:1x32:e8m0"
 TENSOR, ROW, BLOCKS = "e4m3:tensor", "e4m3:row", "e4m3:1x128@e4m3:128x128"
 MIXES = ("e4m3:tensor@e5m2:tensor", "e5m2:tensor@e4m3:tensor")
 ARCHS = {
@@ -593,7 +594,36 @@ class JaxProducts:
 
 
 class TestJax(JaxProducts):
-    pass
+    def test_prepared_weights_are_k_major(self) -> None:
+        made = BACKEND.prepare(self.normal(144, 48), ScalingRecipe.parse(ROW), axis=-2)
+        assert (made.matrix.shape, made.scale.shape) == ((48, 144), (48, 1))
+
+    @pytest.mark.parametrize("prepare", ["", "b"])
+    def test_mx_scales_go_to_jax_s_own_product(self, prepare: str) -> None:
+        jax = pytest.importorskip("jax", reason="JAX is not installed")
+        facts = {"arch": "sm100", "accumulation": "fast", "framework": "jax", "out_dtype": "float32"}
+        facts["b"] = Operand("bfloat16", prepared=bool(prepare))
+        asked = problem(MX, m=128, n=128, k=256, **facts)
+        assert reasons(asked) == ""
+        a, b = self.normal(128, 256), self.normal(256, 128, seed=1)
+        right = BACKEND.prepare(b, asked.recipe.b, axis=-2) if prepare else b
+        plan = BACKEND.plan(asked)
+        text = str(jax.jit(plan).trace(a, right).lower(lowering_platforms=("cuda",)).as_text())
+        assert "block_scaled_dot" in text or "scaled_matmul" in text
+        if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
+            pytest.skip("JAX runs scaled_matmul on a CPU from 0.11 on")
+        left, other = quantize(a, MX), quantize(b, MX, axis=-2)
+        wanted = np.asarray(left.dequantize("float32"), np.float64) @ np.asarray(
+            other.dequantize("float32"), np.float64
+        )
+        assert _relative(np.asarray(plan(a, right), np.float64), wanted) < 1e-6
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_mx_scales_are_for_blackwell(self, arch: str) -> None:
+        facts = {"accumulation": "fast", "framework": "jax"}
+        assert (reasons(problem(MX, arch=arch, **facts)) == "") == (arch in ("sm100", "sm103"))
+        assert "k is 96; needs a multiple of 128" in reasons(problem(MX, k=96, arch="sm100", **facts))
+        assert {x.status for x in BACKEND.capabilities if x.recipes == (RecipePair.parse(MX),)} == {"compiled"}
 
 
 @pytest.mark.gpu

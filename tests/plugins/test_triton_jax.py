@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,13 @@ import dispatch
 from dispatch import Operand, Problem, RecipePair
 
 jax = pytest.importorskip("jax")
-pytest.importorskip("triton")
+if not getattr(pytest.importorskip("triton"), "__version__", "").startswith("3.6."):
+    pytest.skip("launches from JAX are made with Triton 3.6", allow_module_level=True)
+
+from dispatch.plugins import _triton_jax as module  # noqa: E402
+from dispatch.plugins import _triton_launches as launches  # noqa: E402
+from dispatch.plugins._triton_launches import OF_A, OF_B  # noqa: E402
+
 jnp = jax.numpy
 
 BACKEND = triton_tma_fp8.TritonBackend()
@@ -71,6 +78,216 @@ def exact(recipe: str, a: Any, b: Any) -> Any:
 def error(found: Any, wanted: Any) -> float:
     assert tuple(found.shape) == tuple(wanted.shape)
     return float(np.linalg.norm(wide(found) - wanted) / max(np.linalg.norm(wanted), 1e-300))
+
+
+class Emulated:
+    """Stands for a bound launch: its kernel is a function of arrays by slot, run where there is no GPU."""
+
+    def __init__(self, step: Any) -> None:
+        self.kernel, self.results = step.kernel, step.writes
+
+    def run(self, arrays: Any, results: Any) -> list[Any]:
+        made = self.kernel(arrays)
+        for slot, array in zip(self.results, made, strict=True):
+            assert (array.shape, array.dtype) == (results[slot].shape, results[slot].dtype), slot
+        return made
+
+
+def _quantizing(form: Any, dtype: str, slots: Any, *, transposed: bool) -> Any:
+    def kernel(arrays: Any) -> list[Any]:
+        x = arrays[slots.x]
+        assert x.dtype.name == dtype
+        assert x.shape == ((form.k, form.rows) if transposed else (form.rows, form.k))
+        made = dispatch.quantize(x.T if transposed else x, form.recipe)
+        data = jnp.pad(made.data, ((0, 0), (0, form.padded_k - form.k)))
+        scale = made.scale
+        if form.along_rows:
+            scale = jnp.pad(scale.T, ((0, 0), (0, form.stored_scale[1] - form.rows)))
+        return [data, scale]
+
+    return [launches.Step(kernel, (), (), {}, (slots.data, slots.scale))], 0
+
+
+def _multiplying(
+    problem: Problem, config: Any, forms: Any, out: str, bias: Any, activation: Any, *, programs: int
+) -> Any:
+    del config, programs
+
+    def decoded(arrays: Any, slots: Any, form: Any, outer: int) -> Any:
+        data, scale = arrays[slots.data], arrays[slots.scale]
+        assert (data.shape, scale.shape) == ((form.rows, form.padded_k), form.stored_scale)
+        scale = scale[:, : form.rows].T if form.along_rows else scale
+        made = dispatch.ScaledArray(data[:, : form.k], scale, form.recipe, dtype="float32").dequantize()
+        return made.reshape(-1, outer, form.k) if form.rows != outer else made
+
+    def kernel(arrays: Any) -> list[Any]:
+        a = decoded(arrays, OF_A, forms[0], problem.m)
+        b = decoded(arrays, OF_B, forms[1], problem.n)
+        sums = jnp.matmul(a, jnp.swapaxes(b, -1, -2), precision="highest")
+        sums = sums if bias is None else sums + arrays[launches.BIAS].astype("float32")
+        finished = ACTIVATIONS[activation](sums).astype(out)
+        return [finished.reshape(*problem.batch, problem.m, problem.n)]
+
+    return launches.Product(launches.Step(kernel, (), (), {}, (launches.OUT,)), 0, 0)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let NumPy's rules stand in for the kernels; return the zeroed bytes and archs of what was bound."""
+    bound: list[Any] = []
+    monkeypatch.setattr(module.launches, "quantizing", _quantizing)
+    monkeypatch.setattr(module.launches, "quantizing_both", lambda sides: None)
+    monkeypatch.setattr(module.launches, "multiplying", _multiplying)
+    monkeypatch.setattr(module, "bind", lambda step, arch, zeroed=None: bound.append((step, arch)) or Emulated(step))
+    return bound
+
+
+class TestEmulated:
+    """The plan around the kernels: layouts, batches, what is quantized when, and JAX's transforms."""
+
+    pytestmark = pytest.mark.usefixtures("emulated")
+
+    def plan(self, recipe: str, a: Any, b: Any, **facts: Any) -> Any:
+        scaled = dispatch.ScaledArray
+        operands = {
+            name: Operand(x.dtype, tuple(x.shape[:-2]), recipe=x.recipe)
+            if isinstance(x, scaled)
+            else Operand(x.dtype.name, tuple(x.shape[:-2]))
+            for name, x in (("a", a), ("b", b))
+        }
+        return BACKEND.plan(problem(recipe, a.shape[-2], b.shape[-1], a.shape[-1], **{**operands, **facts}))
+
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, *MIXED, BLOCKS, "e4m3:64x64"])
+    @pytest.mark.parametrize("size", [(1, 1, 1), (17, 33, 65), (40, 272, 384)])
+    def test_values(self, recipe: str, size: tuple[int, int, int]) -> None:
+        m, n, k = size
+        a, b = normal(0, m, k), normal(1, k, n)
+        assert error(self.plan(recipe, a, b)(a, b), exact(recipe, a, b)) < 6e-3
+
+    @pytest.mark.parametrize(
+        "batch", [((3,), (3,)), ((2, 1), (3,)), ((3,), ()), ((), (2,)), ((1,), (2,)), ((1, 1), ())]
+    )
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR])
+    def test_batches(self, recipe: str, batch: Any) -> None:
+        a, b = normal(0, *batch[0], 5, 40), normal(1, *batch[1], 40, 7)
+        assert error(self.plan(recipe, a, b)(a, b), exact(recipe, a, b)) < 6e-3
+
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+    def test_what_is_quantized_already(self, recipe: str, emulated: list[Any]) -> None:
+        a, b = normal(0, 30, 200), normal(1, 200, 33)
+        pair = RecipePair.parse(recipe)
+        left, right = dispatch.quantize(a, pair.a, axis=-1), dispatch.quantize(b, pair.b, axis=-2)
+        wanted = exact(recipe, left, right)
+        assert error(self.plan(recipe, left, right)(left, right), wanted) < 6e-3
+        assert len(emulated) == 1, "nothing but the product is launched"
+        assert error(self.plan(recipe, a, right)(a, right), wanted) < 6e-3
+        plan = BACKEND.plan(problem(recipe, 30, 33, 200, b=Operand("bfloat16", prepared=True)))
+        made = module.encode(b, pair.b, -2, "sm90")
+        emulated.clear()
+        assert error(jax.jit(plan)(a, made), wanted) < 6e-3
+        assert emulated == [], "what a plan launches is compiled when it is made"
+
+    def test_raw_fp8_has_scales_of_one(self) -> None:
+        a, b = normal(0, 30, 40, dtype="float8_e4m3fn"), normal(1, 40, 33, dtype="float8_e4m3fn")
+        assert error(self.plan(TENSOR, a, b)(a, b), wide(a) @ wide(b)) < 6e-3
+
+    @pytest.mark.parametrize("shape", [(33,), (1,), (30, 33), (30, 1), ()])
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_epilogues(self, dtype: str, activation: str | None, shape: tuple[int, ...]) -> None:
+        a, b, bias = normal(0, 30, 40), normal(1, 40, 33) * 0.2, normal(2, *shape, dtype=dtype)
+        plan = self.plan(ROW, a, b, bias=dtype, activation=activation)
+        wanted = wide(ACTIVATIONS[activation](jnp.asarray(exact(ROW, a, b) + wide(bias), "float32")))
+        assert error(plan(a, b, bias), wanted) < 6e-3
+
+    @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 2)])
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR])
+    @pytest.mark.parametrize("bias", [None, "shared", "mapped"])
+    def test_vmap_is_each_entry_alone(self, bias: str | None, recipe: str, axes: tuple[Any, Any]) -> None:
+        a, b = normal(0, 3, 5, 40), normal(1, 3, 40, 7)
+        given = [x[0] if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip((a, b), axes, strict=True)]
+        more = {None: [], "shared": [normal(2, 7)], "mapped": [normal(2, 3, 7)]}[bias]
+        bias_axes = {None: [], "shared": [None], "mapped": [0]}[bias]
+        plan = self.plan(recipe, a[0], b[0], bias=None if bias is None else "bfloat16")
+        found = jax.jit(jax.vmap(plan, (*axes, *bias_axes)))(*given, *more)
+        for i in range(3):
+            wanted = exact(recipe, a[0] if axes[0] is None else a[i], b[0] if axes[1] is None else b[i])
+            wanted = wanted if bias is None else wanted + wide(more[0][i] if bias == "mapped" else more[0])
+            assert error(found[i], wanted) < 8e-3
+
+    def test_rows_that_vmap_maps_are_folded_and_entries_of_b_become_a_batch(self, emulated: list[Any]) -> None:
+        a, b = normal(0, 3, 5, 40), normal(1, 3, 40, 7)
+        plan = self.plan(ROW, a[0], b[0])
+        for axes, given in (((0, None), (a, b[0])), ((None, 0), (a[0], b)), ((0, 0), (a, b))):
+            assert "scan" not in str(jax.make_jaxpr(jax.vmap(plan, axes))(*given)), axes
+        looped = self.plan(TENSOR, a[0], b[0])
+        assert "scan" in str(jax.make_jaxpr(jax.vmap(looped))(a, b)), "scales of a tensor belong to one entry"
+
+    def test_nested_vmap_and_scan(self) -> None:
+        a, b = normal(0, 2, 3, 5, 40), normal(1, 2, 3, 40, 7)
+        plan = self.plan(ROW, a[0, 0], b[0, 0])
+        found = jax.vmap(jax.vmap(plan))(a, b)
+        _, scanned = jax.lax.scan(lambda carry, x: (carry, jax.vmap(plan)(*x)), None, (a, b))
+        for i, j in itertools.product(range(2), range(3)):
+            assert error(found[i, j], exact(ROW, a[i, j], b[i, j])) < 6e-3
+            assert error(scanned[i, j], exact(ROW, a[i, j], b[i, j])) < 6e-3
+
+    def test_gradients_are_the_native_products(self) -> None:
+        a, b = normal(0, 5, 40), normal(1, 40, 7)
+        asked = problem(ROW, 5, 7, 40)
+        room = dispatch.framework("jax")
+        served = room.adapt(BACKEND.plan(asked), None, asked, dispatch.native(asked), jnp.matmul)
+        out, pull = jax.vjp(served, a, b)
+        wanted = jax.vjp(jnp.matmul, a, b)[1](out)
+        for found, own in zip(pull(out), wanted, strict=True):
+            assert error(found, wide(own)) < 1e-6
+        many = jax.vmap(jax.grad(lambda x, y: served(x, y).astype("float32").sum()), (0, None))
+        assert error(many(jnp.stack([a, a]), b)[1], wide(b).sum(1)[None].repeat(5, 0)) < 6e-3
+        tangent = jax.jvp(served, (a, b), (a, b))[1]
+        assert error(tangent, wide(jax.jvp(jnp.matmul, (a, b), (a, b))[1])) < 1e-6
+
+    def test_a_second_eager_call_traces_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        traced: list[Any] = []
+        own = module.ScaledProduct.__call__
+        monkeypatch.setattr(module.ScaledProduct, "__call__", lambda self, *x: traced.append(x) or own(self, *x))
+        a, b = normal(0, 5, 40), normal(1, 40, 7)
+        asked = problem(ROW, 5, 7, 40)
+        served = dispatch.framework("jax").adapt(BACKEND.plan(asked), None, asked, dispatch.native(asked), jnp.matmul)
+        first = served(a, b)
+        assert len(traced) == 1
+        assert np.asarray(served(a, b)).tobytes() == np.asarray(first).tobytes()
+        served(a + 1, b)
+        assert len(traced) == 1
+
+    def test_prepare_is_jitted_once_a_recipe(self, emulated: list[Any]) -> None:
+        b, recipe = normal(1, 40, 7), RecipePair.parse(ROW).b
+        module._encoding.cache_clear()
+        one, other = (module.prepare(b, recipe, -2, "sm90") for _ in range(2))
+        assert len(emulated) == 1
+        assert isinstance(one, module.Encoded)
+        assert np.asarray(one.matrix).tobytes() == np.asarray(other.matrix).tobytes()
+        assert {x.shape for x in jax.tree.leaves(one)} == {(7, 48), (7, 1)}
+
+
+class TestEveryLaunchCompiles:
+    """What plans of every arch launch, compiled by Triton without a GPU."""
+
+    @pytest.mark.parametrize("arch", ["sm89", "sm90", "sm100", "sm120"])
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+    def test_as_a_plan_is_made(self, recipe: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        bound: list[Any] = []
+
+        def compiled(kernel: Any, grid: Any, arguments: Any, options: Any, *, capability: int, **_: Any) -> Any:
+            made, _types = module.launching_jax._compile(kernel, arguments, options, capability)
+            bound.append(made)
+            return SimpleNamespace(results=())
+
+        monkeypatch.setattr(module.launching_jax, "bind", compiled)
+        BACKEND.plan(problem(recipe, 264, 520, 1040, arch=arch))
+        assert all(f"sm_{arch[2:]}" in made.asm["ptx"] for made in bound)
+        assert {"sm89": "mma.sync", "sm90": "wgmma", "sm100": "tcgen05.mma", "sm120": "mma.sync"}[arch] in "".join(
+            made.asm["ptx"] for made in bound
+        )
 
 
 SHAPES = [(1, 1, 1), (1, 4096, 4096), (16, 1024, 8192), (17, 33, 65), (64, 64, 64), (100, 300, 1000)]
@@ -207,11 +424,9 @@ class TestOnAGPU:
         assert error(mapped[1], wide(a + 1) @ wide(b)) < 0.06
 
     def test_an_eager_call_is_traced_once_and_a_prepared_weight_quantized_once(self, monkeypatch: Any) -> None:
-        from dispatch.plugins import _triton_jax
-
         traced: list[Any] = []
-        own = _triton_jax.ScaledProduct.__call__
-        monkeypatch.setattr(_triton_jax.ScaledProduct, "__call__", lambda self, *x: traced.append(x) or own(self, *x))
+        own = module.ScaledProduct.__call__
+        monkeypatch.setattr(module.ScaledProduct, "__call__", lambda self, *x: traced.append(x) or own(self, *x))
         a, b = normal(0, 512, 1024), normal(1, 1024, 512)
         ours = {"allow": ["triton_tma_fp8", "bf16_fallback"]}
         with dispatch.use_policy(backends=ours, gate={"min_speedup": 0.0}):

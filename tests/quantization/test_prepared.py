@@ -354,3 +354,84 @@ def test_forms_belong_to_one_backend_not_to_its_name():
     for index, backend in enumerate(backends):
         backend.prepare = lambda operand, recipe, *, axis, index=index: index
     assert [forming(backend, scaled)((a, weight))[1] for backend in (*backends, *backends)] == [0, 1, 0, 1]
+
+
+# As a JAX pytree
+
+
+def test_a_jax_array_is_its_one_leaf():
+    prepared = prepare(jnp.ones((4, 8)))
+    decoded(prepared, Counting())
+    paths, tree = jax.tree_util.tree_flatten_with_path({"w": prepared})
+    assert [jax.tree_util.keystr(path) for path, _ in paths] == ["['w'].array"]
+    assert paths[0][1] is prepared.array
+    assert tree == jax.tree.structure({"w": prepare(jnp.zeros((3, 3)))}), "forms are no part of the structure"
+    again = jax.tree.unflatten(tree, [prepared.array])["w"]
+    assert (again.array is prepared.array, again.shape, again.dtype) == (True, (4, 8), "float32")
+    assert repr(again).endswith("forms=0)")
+
+
+def test_what_is_mapped_over_the_leaf_leaves_no_form_of_another_array():
+    prepared, make = prepare(jnp.ones((4, 8))), Counting()
+    decoded(prepared, make)
+    updated = jax.tree.map(lambda w: w * 3, prepared)
+    assert (np.asarray(decoded(updated, make)) == 3).all()
+    assert (np.asarray(decoded(prepared, make)) == 1).all()
+    assert make.calls == 2
+
+
+@pytest.mark.parametrize(
+    "leaf", [None, object(), jax.ShapeDtypeStruct((4, 8), jnp.float32)], ids=["None", "object", "shape"]
+)
+def test_is_rebuilt_with_leaves_that_are_no_arrays(leaf):
+    tree = jax.tree.structure(prepare(jnp.ones((4, 8))))
+    assert jax.tree.unflatten(tree, [leaf]).array is leaf
+
+
+def test_passes_through_jit_vmap_scan_and_grad():
+    x, w = jnp.ones((2, 8)), jnp.arange(32.0).reshape(8, 4)
+    prepared, stack = prepare(w), prepare(jnp.stack([w, w + 1, w + 2]))
+    wanted = np.asarray(x @ w)
+    np.testing.assert_array_equal(jax.jit(dispatch.matmul)(x, prepared), wanted)
+    back = jax.jit(lambda p: p)(prepared)
+    assert isinstance(back, PreparedOperand)
+    np.testing.assert_array_equal(back.array, w)
+    mapped = jax.vmap(dispatch.matmul, (None, 0))(x, stack)
+    _, scanned = jax.lax.scan(lambda carry, p: (carry, dispatch.matmul(x, p)), None, stack)
+    for i in range(3):
+        np.testing.assert_array_equal(mapped[i], x @ (w + i))
+        np.testing.assert_array_equal(scanned[i], x @ (w + i))
+    grad = jax.grad(lambda p: dispatch.matmul(x, p).sum())(prepared)
+    assert isinstance(grad, PreparedOperand)
+    np.testing.assert_array_equal(grad.array, jnp.full((8, 4), 2.0))
+    carried, _ = jax.lax.scan(lambda p, _: (jax.tree.map(lambda a: a + 1, p), None), prepared, None, length=3)
+    np.testing.assert_array_equal(carried.array, w + 3)
+
+
+def test_a_checkpoint_keeps_the_array():
+    import pickle
+
+    params = {"up": prepare(jnp.arange(8.0).reshape(2, 4)), "down": quantize(jnp.ones((4, 8)), "e4m3:row", axis=-2)}
+    leaves, tree = jax.tree.flatten(params)
+    stored = pickle.dumps([np.asarray(leaf) for leaf in leaves])
+    restored = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in pickle.loads(stored)])
+    np.testing.assert_array_equal(restored["up"].array, params["up"].array)
+    np.testing.assert_array_equal(restored["down"].dequantize(), params["down"].dequantize())
+    assert restored["down"].recipe == params["down"].recipe
+    whole = pickle.loads(pickle.dumps(params))
+    np.testing.assert_array_equal(whole["up"].array, params["up"].array)
+    np.testing.assert_array_equal(whole["down"].dequantize(), params["down"].dequantize())
+
+
+def test_a_prepared_tracer_is_measured_as_what_it_is_quantized_in_each_call():
+    from dispatch.testing import FakeBackend, fake_timings, registered
+
+    asked = []
+    backend = FakeBackend("asked", recipes=("e4m3:row",), on_plan=asked.append)
+    x, weight = jnp.ones((4, 24), "bfloat16"), prepare(jnp.ones((24, 8), "bfloat16"))
+    with registered(backend), fake_timings({"asked": 1.0, "baseline": 100.0}):
+        jax.jit(dispatch.matmul)(x, weight)
+        assert {one.b.prepared for one in asked} == {False}
+        asked.clear()
+        jax.jit(lambda x: dispatch.matmul(x, weight))(x)  # closed over, it has values
+        assert {one.b.prepared for one in asked} == {True}

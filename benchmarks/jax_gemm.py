@@ -1,6 +1,6 @@
 """FP8 products in JAX beside XLA's own, on the same data, interleaved, all inside jitted programs. Needs an NVIDIA GPU.
 
-    python benchmarks/jax_gemm.py [--record NAME] [--tables dense decode end_to_end quantize]
+    python benchmarks/jax_gemm.py [--record NAME] [--tables end_to_end dense quantize decode]
 
 dense: e4m3 with row scales, quantized beforehand, against XLA's FP8 dot with the same scales and without any. decode:
 few rows by wide weights that are cold in L2. end_to_end: bfloat16 in and out, quantizing included, against jnp.matmul.
@@ -13,6 +13,7 @@ keeps it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -30,10 +31,6 @@ from dispatch import Operand, Problem, RecipePair, ScalingRecipe
 from dispatch._api import engine
 
 ROW = "e4m3:row"
-DENSE = [(8192,) * 3, (4096,) * 3]
-DECODE = [(16, 8192, 8192), (64, 8192, 8192)]
-END_TO_END = [(8192,) * 3, (4096,) * 3]
-QUANTIZE = [(8192, 8192)]
 ROUNDS, REPEATS, CHAIN = 7, 2, 8
 L2_BYTES = 128 << 20
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -168,46 +165,36 @@ def rotated(make: Callable[[int], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [first, *(make(2 * seed) for seed in range(1, max(2, min(CHAIN, -(-2 * L2_BYTES // size)))))]
 
 
-def _beside_xla(table: str, sizes: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+def beside_xla(table: str, size: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the row of a product of operands that are quantized already."""
+    m, n, k = size
     recipe = ScalingRecipe.parse(ROW)
-    for m, n, k in sizes:
 
-        def make(seed: int, m: int = m, n: int = n, k: int = k) -> tuple[Any, Any]:
-            a, b = random(seed, m, k), random(seed + 1, k, n)
-            return backend().prepare(a, recipe, axis=-1), backend().prepare(b, recipe, axis=-2)
+    def make(seed: int) -> tuple[Any, Any]:
+        a, b = random(seed, m, k), random(seed + 1, k, n)
+        return backend().prepare(a, recipe, axis=-1), backend().prepare(b, recipe, axis=-2)
 
-        sets = rotated(make)
-        found = plans(problem(m, n, k, (True, True)))
-        calls: dict[str, Call] = {name: (plan, sets) for name, plan in found.items()}
-        peers: dict[str, Call] = {"XLA row scales": (xla_scaled, sets), "XLA no scales": (xla_bare, sets)}
-        out = next(iter(found.values()))(*sets[0])
-        wanted = random(0, m, k), random(1, k, n)
-        yield row(table, (m, n, k), calls | peers, [*peers], error=error(out, *wanted))
+    sets = rotated(make)
+    found = plans(problem(m, n, k, (True, True)))
+    calls: dict[str, Call] = {name: (plan, sets) for name, plan in found.items()}
+    peers: dict[str, Call] = {"XLA row scales": (xla_scaled, sets), "XLA no scales": (xla_bare, sets)}
+    out = next(iter(found.values()))(*sets[0])
+    yield row(table, size, calls | peers, [*peers], error=error(out, random(0, m, k), random(1, k, n)))
 
 
-def dense() -> Iterator[dict[str, Any]]:
-    """Yield the rows of large products."""
-    return _beside_xla("dense", DENSE)
-
-
-def decode() -> Iterator[dict[str, Any]]:
-    """Yield the rows of few rows by wide weights."""
-    return _beside_xla("decode", DECODE)
-
-
-def end_to_end() -> Iterator[dict[str, Any]]:
-    """Yield the rows of bfloat16 products, quantizing included, and with the weight prepared."""
-    for m, n, k in END_TO_END:
-        sets = rotated(lambda seed, m=m, n=n, k=k: (random(seed, m, k), random(seed + 1, k, n)))
-        for prepared in (False, True):
-            given, others = _weights("triton_tma_fp8", sets, prepared), _weights("cublas", sets, prepared)
-            found = plans(asked := problem(m, n, k, (False, prepared)))
-            calls: dict[str, Call] = {name: (plan, given) for name, plan in found.items()}
-            peers: dict[str, Call] = {"jnp.matmul": (jnp.matmul, sets)}
-            calls["cublas"] = (backend("cublas").plan(asked), others)
-            out, other = next(iter(found.values()))(*given[0]), calls["cublas"][0](*others[0])
-            more = {"weight_prepared": prepared, "error": error(out, *sets[0]), "cublas": error(other, *sets[0])}
-            yield row("end_to_end", (m, n, k), calls | peers, [*peers], **more)
+def end_to_end(table: str, size: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a bfloat16 product, quantizing included, and with the weight prepared."""
+    m, n, k = size
+    sets = rotated(lambda seed: (random(seed, m, k), random(seed + 1, k, n)))
+    for prepared in (False, True):
+        given, others = _weights("triton_tma_fp8", sets, prepared), _weights("cublas", sets, prepared)
+        found = plans(asked := problem(m, n, k, (False, prepared)))
+        calls: dict[str, Call] = {name: (plan, given) for name, plan in found.items()}
+        peers: dict[str, Call] = {"jnp.matmul": (jnp.matmul, sets)}
+        calls["cublas"] = (backend("cublas").plan(asked), others)
+        out, other = next(iter(found.values()))(*given[0]), calls["cublas"][0](*others[0])
+        more = {"weight_prepared": prepared, "error": error(out, *sets[0]), "cublas": error(other, *sets[0])}
+        yield row(table, size, calls | peers, [*peers], **more)
 
 
 def _weights(name: str, sets: list[tuple[Any, ...]], prepared: bool) -> list[tuple[Any, ...]]:
@@ -215,20 +202,19 @@ def _weights(name: str, sets: list[tuple[Any, ...]], prepared: bool) -> list[tup
     return [(a, backend(name).prepare(b, recipe, axis=-2) if prepared else b) for a, b in sets]
 
 
-def quantize() -> Iterator[dict[str, Any]]:
+def quantize(table: str, size: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the rows of quantizing beside XLA's own, and print the bytes moved a second."""
     recipe, ours = ScalingRecipe.parse(ROW), backend()
-    for rows, k in QUANTIZE:
-        for axis in (-1, -2):
-            shape = (rows, k) if axis == -1 else (k, rows)
-            sets = rotated(lambda seed, shape=shape: (random(seed, *shape),))
-            calls: dict[str, Call] = {
-                "ours": (lambda given, axis=axis: tuple(ours.prepare(given, recipe, axis=axis)), sets),
-                "XLA": (lambda given, axis=axis: by_xla(given if axis == -1 else given.T), sets),
-            }
-            entry = row("quantize", (rows, k), calls, ["XLA"], layout="row" if axis == -1 else "col")
-            print(f"{'':11}{entry['layout']}: {3e-6 * rows * k / entry['latency_us']:.2f} TB/s")
-            yield {**entry, "tflops": None}
+    rows, k = size
+    for axis, shape, layout in ((-1, (rows, k), "row"), (-2, (k, rows), "col")):
+        sets = rotated(lambda seed, shape=shape: (random(seed, *shape),))
+        calls: dict[str, Call] = {
+            "ours": (lambda given, axis=axis: tuple(ours.prepare(given, recipe, axis=axis)), sets),
+            "XLA": (lambda given, axis=axis: by_xla(given if axis == -1 else given.T), sets),
+        }
+        entry = row(table, size, calls, ["XLA"], layout=layout)
+        print(f"{'':11}{layout}: {3e-6 * rows * k / entry['latency_us']:.2f} TB/s")
+        yield {**entry, "tflops": None}
 
 
 def by_xla(x: Any) -> tuple[Any, Any]:
@@ -238,9 +224,12 @@ def by_xla(x: Any) -> tuple[Any, Any]:
     return (values * (1 / scale)).astype(jnp.float8_e4m3fn), scale
 
 
-TABLES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    "dense": dense, "decode": decode, "end_to_end": end_to_end, "quantize": quantize
-}  # fmt: skip
+TABLES: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], Sequence[Sequence[int]]]] = {
+    "end_to_end": (end_to_end, [(8192,) * 3, (4096,) * 3]),
+    "dense": (beside_xla, [(8192,) * 3, (4096,) * 3]),
+    "quantize": (quantize, [(8192, 8192)]),
+    "decode": (beside_xla, [(16, 8192, 8192), (64, 8192, 8192)]),
+}
 
 
 def main() -> None:
@@ -251,14 +240,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit(f"JAX {jax.__version__} has no GPU here, only {jax.default_backend()}")
-    for name in arguments.tables:
-        found = []
-        for entry in TABLES[name]():
-            found.append(entry)
+    ratios: dict[str, list[float]] = {name: [] for name in arguments.tables}
+    for turn, name in itertools.product(range(2), arguments.tables):  # the largest of each table first
+        function, sizes = TABLES[name]
+        for entry in function(name, sizes[turn]) if turn < len(sizes) else ():
+            ratios[name].append(entry["speedup"])
             if arguments.record:
                 _rows.append([entry], arguments.record)
-        ratios = [entry["speedup"] for entry in found]
-        print(f"{name}: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}\n", flush=True)
+    for name, found in ratios.items():
+        print(f"{name}: geometric mean {statistics.geometric_mean(found):.3f}, least {min(found):.3f}")
 
 
 if __name__ == "__main__":

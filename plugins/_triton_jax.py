@@ -226,7 +226,7 @@ def plan(problem: Problem, config: names.Config) -> Plan:
     """Return a jitted callable that quantizes what is not quantized, multiplies, and adds bias and activation."""
     product = jax.custom_batching.custom_vmap(ScaledProduct(problem, config).__call__)
 
-    @product.def_vmap
+    @product.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, in_batched: list[Any], *operands: Any) -> Any:
         found = _batched(problem, size, in_batched, operands)
         return found if found is not None else (_looped(product, in_batched, operands), True)

@@ -76,7 +76,7 @@ class TestRejections:
         [
             (ROW, {"framework": "numpy"}, "framework is numpy; needs torch or jax"),
             (MX, {"framework": "jax", "arch": "sm100"}, "recipe is e4m3:1x32:e8m0"),
-            (None, {"framework": "jax", "n": 511}, "recipe is none"),
+            (None, {"framework": "jax", "n": 511}, "recipe is None; needs e4m3:row"),
             (ROW, {"a": Operand("float64")}, "dtype is float64"),
             (ROW, {"out_dtype": "float64"}, "out_dtype is float64"),
             (ROW, {"m": 0}, "size is m=0"),

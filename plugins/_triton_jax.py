@@ -158,7 +158,7 @@ class ScaledProduct:
         self.problem, self.config = problem, config
         self.room = framework("jax")
         self.left, self.right = _Side(problem, -1), _Side(problem, -2)
-        self.fuses = problem.bias in (None, "float32", "bfloat16", "float16")
+        self.fuses = launches.fuses(problem)
         self._own = self._bound(problem.out_dtype, problem.bias, problem.activation) if self.fuses else self._wide()
         self._both = self._together()
         alone = [side for side in (self.left, self.right) if side.quantizes and self._both is None]

@@ -43,8 +43,8 @@ class Step(NamedTuple):
 class Form(NamedTuple):
     """How one operand is laid out; rows are those of a, columns of b, of all batch entries.
 
-    padded_k: whole 16 bytes. scale: extents (row blocks, k blocks), float32; along_rows: stored the other way round,
-    with rows padded to whole 16 bytes, as TMA loads those of 1x128.
+    padded_k: whole 16 bytes. scale: extents (row blocks, k blocks), float32 or e8m0; along_rows: stored the other way
+    round, with rows padded to whole 16 bytes, as TMA loads those of 1x128.
     """
 
     recipe: ScalingRecipe
@@ -64,6 +64,11 @@ class Form(NamedTuple):
         """The strides of the scales over row blocks and k blocks."""
         return (1, self.stored_scale[1]) if self.along_rows else (self.scale[1], 1)
 
+    @property
+    def scale_bytes(self) -> int:
+        """The bytes of the scales."""
+        return math.prod(self.stored_scale) * (1 if self.recipe.scale_dtype == "e8m0" else 4)
+
 
 def form_of(recipe: ScalingRecipe, rows: int, k: int) -> Form:
     """Return how `rows` by k values quantized by a recipe are laid out."""
@@ -78,6 +83,11 @@ def _up(size: int, multiple: int) -> int:
 def entries(problem: Problem, operand: Operand) -> int:
     """Return how many matrices of an operand the kernel sees: one, or one for each batch entry of the product."""
     return 1 if math.prod(operand.batch) == 1 else math.prod(problem.batch)
+
+
+def fuses(problem: Problem) -> bool:
+    """Return whether the kernel can add a bias of the problem's dtype, or has none to add."""
+    return problem.bias in (None, "float32", "bfloat16", "float16")
 
 
 def stand_in(slot: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None = None) -> Any:
@@ -195,7 +205,7 @@ def multiplying(
         of_a = stand_in(scale_a.slot, "float32", scale_a.shape[::-1], scale_a.strides[::-1]) if blocks else scale_a
         made = gluon_gemm.gemm_launch(
             *(a, b, c, of_a, scale_b, added),
-            config=_hopper_config(config, c.element_size()),
+            config=hopper_config(config, 1, c.element_size()),
             promoted=promoted,
             blocks=blocks,
             activation=activation,
@@ -204,7 +214,7 @@ def multiplying(
         return Product(Step(*made, (OUT,)), 0, 0)
     shared: dict[str, Any] = {"block_m": config.block_m, "block_n": config.block_n, "block_k": config.block_k}
     shared |= {"stages": config.stages, "activation": activation, "promoted": promoted}
-    shared |= {"block": _extents(problem) if blocks else None}
+    shared |= {"block": extents_of(problem) if blocks else None}
     operands = a, b, c, scale_a, scale_b, added
     if config.schedule in (names.DECODE, names.DECODE_POINTERS):
         tile = {"block_m": config.block_m, "block_n": config.block_n, "splits": config.splits}
@@ -235,14 +245,14 @@ def _matrices(form: Form, slots: Slots, count: int, outer: int) -> tuple[Any, An
     return values, stand_in(slots.scale, "float32", form.scale, form.scale_strides)
 
 
-def _extents(problem: Problem) -> tuple[int, int, int]:
-    """Return how many rows of a, rows of b and values of k share a scale."""
+def extents_of(problem: Problem) -> tuple[int, int, int]:
+    """Return how many rows of a, rows of b and values of k share a block scale."""
     assert problem.recipe is not None
     (rows_a, width), (rows_b, _) = problem.recipe.a.block(1, 1), problem.recipe.b.block(1, 1)
     return rows_a, rows_b, width
 
 
-def _hopper_config(config: names.Config, out_itemsize: int) -> Any:
+def hopper_config(config: names.Config, itemsize: int, out_itemsize: int) -> Any:
     """Return the Hopper kernel's config: as many stages and as few slices of the output as shared memory holds."""
     from dispatch.kernels import gluon_gemm
 
@@ -254,6 +264,6 @@ def _hopper_config(config: names.Config, out_itemsize: int) -> Any:
             found = gluon_gemm.Config(
                 config.block_m, config.block_n, config.block_k, stages, consumers, pingpong, slices, group
             )
-            if found.shared_bytes(1, out_itemsize) <= gluon_gemm.SHARED_LIMIT:
+            if found.shared_bytes(itemsize, out_itemsize) <= gluon_gemm.SHARED_LIMIT:
                 return found
     raise ValueError(f"{config} needs more than {gluon_gemm.SHARED_LIMIT} bytes of shared memory")

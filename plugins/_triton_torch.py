@@ -20,6 +20,22 @@ from dispatch.kernels import triton_quantize_many as together
 from dispatch.kernels.launching import Array, Bound
 from dispatch.plugins import _triton_configs as names
 from dispatch.plugins._device_torch import on_device
+from dispatch.plugins._triton_launches import (
+    BIAS,
+    COUNTERS,
+    OF_A,
+    OF_B,
+    OUT,
+    PARTIALS,
+    TOGETHER_LIMIT,
+    Form,
+    Slots,
+    entries,
+    extents_of,
+    form_of,
+    fuses,
+    hopper_config,
+)
 from torch import Tensor
 
 from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
@@ -35,24 +51,10 @@ FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 STORED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ALIGNMENT = 256
 """Bytes between the parts of a workspace."""
-TOGETHER_LIMIT = 1 << 24
-"""Values of an operand up to which both are quantized in one launch: above, two launches cost no more."""
 KEPT_BYTES, KEPT = 1 << 20, 64
 """Up to how many bytes a workspace is part of one that is kept, and for how many streams and threads."""
-
-
-class Slots(NamedTuple):
-    """Where the addresses of one operand stand in a call's list."""
-
-    data: int
-    scale: int
-    x: int
-    partial: int
-
-
-OF_A, OF_B = Slots(0, 1, 2, 3), Slots(4, 5, 6, 7)
-OUT, BIAS, PARTIALS, COUNTERS = range(8, 12)
 SLOTS = 12
+"""Addresses in a call's list."""
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch for CPUs has none
 _capturing = torch.cuda.is_current_stream_capturing
@@ -67,42 +69,6 @@ class Encoded(NamedTuple):
 
     matrix: Tensor
     scale: Tensor
-
-
-class Form(NamedTuple):
-    """How one operand is laid out; rows are those of a, columns of b, of all batch entries.
-
-    padded_k: whole 16 bytes. scale: extents (row blocks, k blocks), float32 or e8m0; along_rows: stored the other way
-    round, with rows padded to whole 16 bytes, as TMA loads those of 1x128.
-    """
-
-    recipe: ScalingRecipe
-    rows: int
-    k: int
-    padded_k: int
-    scale: tuple[int, int]
-    along_rows: bool
-
-    @property
-    def stored_scale(self) -> tuple[int, int]:
-        """The extents of the scales in memory."""
-        return (self.scale[1], _up(self.scale[0], 4)) if self.along_rows else self.scale
-
-    @property
-    def scale_strides(self) -> tuple[int, int]:
-        """The strides of the scales over row blocks and k blocks."""
-        return (1, self.stored_scale[1]) if self.along_rows else (self.scale[1], 1)
-
-    @property
-    def scale_bytes(self) -> int:
-        """The bytes of the scales."""
-        return math.prod(self.stored_scale) * (1 if self.recipe.scale_dtype == "e8m0" else 4)
-
-
-def form_of(recipe: ScalingRecipe, rows: int, k: int) -> Form:
-    """Return how `rows` by k values quantized by a recipe are laid out."""
-    height, width = recipe.block(rows, k)
-    return Form(recipe, rows, k, _up(k, 16), (-(-rows // height), -(-k // width)), recipe.granularity == "1x128")
 
 
 class Quantizer:
@@ -308,11 +274,6 @@ class _Side:
         return made
 
 
-def entries(problem: Problem, operand: Operand) -> int:
-    """Return how many matrices of an operand the kernel sees: one, or one for each batch entry of the product."""
-    return 1 if math.prod(operand.batch) == 1 else math.prod(problem.batch)
-
-
 class _Steps(NamedTuple):
     """What one call launches before the product, for operands of some strides, and the workspace for it.
 
@@ -461,11 +422,6 @@ def launched(kernel: Kernel, stream: int, addresses: list[int], out: Tensor, bia
     return out
 
 
-def fuses(problem: Problem) -> bool:
-    """Return whether the kernel can add a bias of the problem's dtype, or has none to add."""
-    return problem.bias is None or problem.bias in ("float32", "bfloat16", "float16")
-
-
 def _fusable(bias: Tensor, n: int) -> bool:
     return bool(bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0)
 
@@ -529,7 +485,7 @@ def bind_kernel(
             programs=programs,
         )
         return Kernel(launching.bind(*made), 0, None)
-    extents = _extents(problem) if by_block and config.schedule != names.MX else None
+    extents = extents_of(problem) if by_block and config.schedule != names.MX else None
     shared: dict[str, Any] = {"block_m": config.block_m, "block_n": config.block_n, "block_k": config.block_k}
     shared |= {"stages": config.stages, "activation": activation}
     if config.schedule in (names.DECODE, names.DECODE_POINTERS):
@@ -557,28 +513,6 @@ def bind_kernel(
     persistent = config.schedule == names.PERSISTENT
     launch_of = triton_gemm.gemm_launch if persistent else triton_gemm.gemm_pointer_launch
     return Kernel(launching.bind(*launch_of(*operands, **shared)), 0, None)
-
-
-def _extents(problem: Problem) -> tuple[int, int, int]:
-    """Return how many rows of a, rows of b and values of k share a scale."""
-    assert problem.recipe is not None
-    (rows_a, width), (rows_b, _) = problem.recipe.a.block(1, 1), problem.recipe.b.block(1, 1)
-    return rows_a, rows_b, width
-
-
-def hopper_config(config: names.Config, itemsize: int, out_itemsize: int) -> gluon_gemm.Config:
-    """Return the Hopper kernel's config: as many stages and as few slices of the output as shared memory holds."""
-    pingpong = config.schedule == names.PINGPONG
-    consumers = 1 if config.schedule == names.ONE_CONSUMER else 2
-    group = max(4, 1024 // config.block_m)
-    for stages in range(config.stages, 1, -1):
-        for slices in (1, 2, 4) if consumers == 1 else (2, 4):
-            found = gluon_gemm.Config(
-                config.block_m, config.block_n, config.block_k, stages, consumers, pingpong, slices, group
-            )
-            if found.shared_bytes(itemsize, out_itemsize) <= gluon_gemm.SHARED_LIMIT:
-                return found
-    raise ValueError(f"{config} needs more than {gluon_gemm.SHARED_LIMIT} bytes of shared memory")
 
 
 def lossless(problem: Problem, config: names.Config) -> Plan:

@@ -53,7 +53,7 @@ class Quantizer:
 
     def __init__(self, form: Form, dtype: str, arch: str, slots: Slots, *, transposed: bool) -> None:
         self.form, self.slots = form, slots
-        steps, floats = launches.quantizing(form, dtype, slots, transposed=transposed)
+        steps, floats = launches.quantizing(launches.contiguous(form, dtype, slots, transposed=transposed))
         self._bound = [bind(step, arch) for step in steps]
         self._made = {**_encoded(form, slots), slots.partial: jax.ShapeDtypeStruct((max(floats, 1),), jnp.float32)}
 
@@ -168,15 +168,17 @@ class ScaledProduct:
         sides = self.left, self.right
         if not all(side.quantizes for side in sides):
             return None
-        step = launches.quantizing_both([(x.form, x.operand.dtype, x.slots, x.transposed) for x in sides])
+        step = launches.quantizing_both(
+            [launches.contiguous(x.form, x.operand.dtype, x.slots, transposed=x.transposed) for x in sides]
+        )
         return None if step is None else bind(step, self.problem.arch)
 
     def _bound(self, out: str, bias: str | None, activation: str | None) -> tuple[Bound, dict[int, Any]]:
         """Return the product's launch with an epilogue, and what it writes."""
         problem = self.problem
-        forms = self.left.form, self.right.form
+        operands = launches.operands_of(problem, (self.left.form, self.right.form))
         made = launches.multiplying(
-            problem, self.config, forms, out, bias, activation, programs=multiprocessors(problem)
+            problem, self.config, operands, out, bias, activation, programs=multiprocessors(problem)
         )
         results = {
             launches.OUT: jax.ShapeDtypeStruct((*problem.batch, problem.m, problem.n), jnp.dtype(out)),

@@ -65,6 +65,11 @@ class Form(NamedTuple):
         return (1, self.stored_scale[1]) if self.along_rows else (self.scale[1], 1)
 
     @property
+    def scale_kind(self) -> str:
+        """The dtype that kernels see scales in; e8m0 as the bytes it is."""
+        return "uint8" if self.recipe.scale_dtype == "e8m0" else "float32"
+
+    @property
     def scale_bytes(self) -> int:
         """The bytes of the scales."""
         return math.prod(self.stored_scale) * (1 if self.recipe.scale_dtype == "e8m0" else 4)
@@ -96,21 +101,69 @@ def stand_in(slot: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
     from dispatch.kernels.launching import Array
 
     kinds = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5, "bfloat16": tl.bfloat16}
-    kinds |= {"float16": tl.float16, "float32": tl.float32, "int32": tl.int32}
+    kinds |= {"float16": tl.float16, "float32": tl.float32, "int32": tl.int32, "uint8": tl.uint8}
     return Array(slot, kinds[dtype], shape, strides)
 
 
-def quantizing(form: Form, dtype: str, slots: Slots, *, transposed: bool) -> tuple[list[Step], int]:
-    """Return the launches that quantize one operand into `form`, and the float32 values of workspace they need.
+class Source(NamedTuple):
+    """An operand to quantize into `form`: (rows, k), or (k, rows) where it is transposed; `stride` over the outer axis.
 
-    dtype: the operand's. It is contiguous, (rows, k), or (k, rows) where it is transposed.
+    The inner stride is 1.
+    """
+
+    form: Form
+    dtype: str
+    slots: Slots
+    transposed: bool
+    stride: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape that it lies in."""
+        return (self.form.k, self.form.rows) if self.transposed else (self.form.rows, self.form.k)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """The shape of its quantized values."""
+        return self.form.rows, self.form.padded_k
+
+    def pointers(self) -> tuple[Any, Any, Any]:
+        """Return the stand-ins for it, for its quantized values and for their scales."""
+        form, slots = self.form, self.slots
+        return (
+            stand_in(slots.x, self.dtype, self.shape, (self.stride, 1)),
+            stand_in(slots.data, form.recipe.storage_dtype, self.out_shape),
+            stand_in(slots.scale, form.scale_kind, form.stored_scale),
+        )
+
+
+def source(form: Form, dtype: str, slots: Slots, strides: tuple[int, int]) -> Source:
+    """Return an operand, (rows, k) of these strides. Raises ValueError where neither is 1."""
+    if 1 not in strides:
+        raise ValueError(f"strides {strides}: one must be 1")
+    transposed = strides[1] != 1
+    return Source(form, dtype, slots, transposed, strides[1] if transposed else strides[0])
+
+
+def contiguous(form: Form, dtype: str, slots: Slots, *, transposed: bool) -> Source:
+    """Return an operand that is contiguous, (rows, k) or (k, rows)."""
+    return Source(form, dtype, slots, transposed, form.rows if transposed else form.k)
+
+
+BESIDE = {"dependent": True, "launch_pdl": True}
+"""Options of a launch beside the kernel before it, for whose end it waits."""
+
+
+def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step], int]:
+    """Return the launches that quantize an operand, and the float32 values of workspace they need.
+
+    dependent: each that does not transpose is launched beside the kernel before it (sm90 and later).
     """
     from dispatch.kernels import triton_quantize, triton_quantize_blocks, triton_quantize_columns
 
-    shape, stride = _lying(form, transposed)
-    x, data, scale = _pointers(form, dtype, shape, slots)
-    out = (form.rows, form.padded_k)
-    kind = form.recipe.granularity
+    form, _dtype, slots, transposed, stride = operand
+    shape, out, kind = operand.shape, operand.out_shape, form.recipe.granularity
+    x, data, scale = operand.pointers()
     launches: Sequence[Any]
     floats = 0
     if kind == "tensor":
@@ -128,111 +181,50 @@ def quantizing(form: Form, dtype: str, slots: Slots, *, transposed: bool) -> tup
     guard = (None, None) if kind == "row" and not transposed else ()
     given = [(x, data, scale, *guard)] if len(launches) == 1 else [(x, partial), (x, partial, data, scale)]
     written = [(slots.data, slots.scale)] if len(launches) == 1 else [(slots.partial,), (slots.data, slots.scale)]
+    beside = BESIDE if dependent and not transposed else {}  # what transposes was slower so on an H200
     steps_made = [
-        Step(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options, writes)
+        Step(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options | beside, writes)
         for launch, pointers, writes in zip(launches, given, written, strict=True)
     ]
     return steps_made, floats
 
 
-def _lying(form: Form, transposed: bool) -> tuple[tuple[int, int], int]:
-    """Return the shape that an operand lies in, and its outer stride."""
-    return ((form.k, form.rows), form.rows) if transposed else ((form.rows, form.k), form.k)
-
-
-def _pointers(form: Form, dtype: str, shape: tuple[int, int], slots: Slots) -> tuple[Any, Any, Any]:
-    return (
-        stand_in(slots.x, dtype, shape),
-        stand_in(slots.data, form.recipe.storage_dtype, (form.rows, form.padded_k)),
-        stand_in(slots.scale, "float32", form.stored_scale),
-    )
-
-
-def quantizing_both(sides: Sequence[tuple[Form, str, Slots, bool]]) -> Step | None:
-    """Return what quantizes both operands, each (form, dtype, slots, transposed), in one launch; None if no gain."""
+def quantizing_both(operands: Sequence[Source], *, dependent: bool = False) -> Step | None:
+    """Return what quantizes both operands in one launch, None where that is no gain; dependent: as in `quantizing`."""
     from dispatch.kernels import triton_quantize_many as together
 
     found = []
-    for form, dtype, slots, transposed in sides:
+    for operand in operands:
+        form = operand.form
         if form.recipe.granularity != "row" or form.rows * form.k > TOGETHER_LIMIT:
             return None
-        shape, stride = _lying(form, transposed)
-        source = together.Source(shape, stride, (form.rows, form.padded_k), transposed)
-        if together.tile_of(source) is None:
+        one = together.Source(operand.shape, operand.stride, operand.out_shape, operand.transposed)
+        if together.tile_of(one) is None:
             return None
-        found.append((source, _pointers(form, dtype, shape, slots), (slots.data, slots.scale)))
-    found.sort(key=lambda one: not one[0].transposed)  # those take longest
-    launch = together.many_launch([source for source, _, _ in found])
-    pointers: list[Any] = [pointer for _, three, _ in found for pointer in three]
+        found.append((one, operand))
+    found.sort(key=lambda pair: not pair[0].transposed)  # those take longest
+    launch = together.many_launch([one for one, _ in found])
+    pointers: list[Any] = [pointer for _, operand in found for pointer in operand.pointers()]
     pointers += [None] * (3 * (together.MAX_OPERANDS - len(found)))
-    writes = tuple(slot for _, _, slots in found for slot in slots)
-    return Step(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options, writes)
+    writes = tuple(slot for _, operand in found for slot in (operand.slots.data, operand.slots.scale))
+    beside = BESIDE if dependent and not any(operand.transposed for _, operand in found) else {}
+    return Step(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options | beside, writes)
 
 
-class Product(NamedTuple):
-    """The product's own launch, and how many float32 partial sums and zeroed int32 counters it needs."""
+class Operands(NamedTuple):
+    """Stand-ins for what a product multiplies: a ([count,] m, k), b ([count,] n, k), and their scales if they have."""
 
-    step: Step
-    floats: int
-    counters: int
+    a: Any
+    b: Any
+    scale_a: Any = None
+    scale_b: Any = None
 
 
-def multiplying(
-    problem: Problem,
-    config: names.Config,
-    forms: tuple[Form, Form],
-    out: str,
-    bias: str | None,
-    activation: str | None,
-    *,
-    programs: int,
-) -> Product:
-    """Return the launch that multiplies operands laid out in `forms`, with bias (n,) and activation, into dtype `out`.
-
-    programs: the GPU's multiprocessors. Nothing is launched beside the kernel before it.
-    """
-    from dispatch.kernels import gluon_gemm, triton_decode, triton_gemm
-
-    assert problem.recipe is not None
-    count = math.prod(problem.batch)
+def operands_of(problem: Problem, forms: tuple[Form, Form]) -> Operands:
+    """Return the stand-ins for both operands of a scaled problem, laid out in `forms`."""
     a, scale_a = _matrices(forms[0], OF_A, entries(problem, problem.a), problem.m)
     b, scale_b = _matrices(forms[1], OF_B, entries(problem, problem.b), problem.n)
-    c = stand_in(OUT, out, (count, problem.m, problem.n) if count > 1 else (problem.m, problem.n))
-    added = None if bias is None else stand_in(BIAS, bias, (problem.n,))
-    promoted = problem.accumulation == "promoted"
-    blocks = problem.recipe.a.granularity not in ("tensor", "row")
-    if config.schedule in names.HOPPER_SCHEDULES:
-        of_a = stand_in(scale_a.slot, "float32", scale_a.shape[::-1], scale_a.strides[::-1]) if blocks else scale_a
-        made = gluon_gemm.gemm_launch(
-            *(a, b, c, of_a, scale_b, added),
-            config=hopper_config(config, 1, c.element_size()),
-            promoted=promoted,
-            blocks=blocks,
-            activation=activation,
-            programs=programs,
-        )
-        return Product(Step(*made, (OUT,)), 0, 0)
-    shared: dict[str, Any] = {"block_m": config.block_m, "block_n": config.block_n, "block_k": config.block_k}
-    shared |= {"stages": config.stages, "activation": activation, "promoted": promoted}
-    shared |= {"block": extents_of(problem) if blocks else None}
-    operands = a, b, c, scale_a, scale_b, added
-    if config.schedule in (names.DECODE, names.DECODE_POINTERS):
-        tile = {"block_m": config.block_m, "block_n": config.block_n, "splits": config.splits}
-        floats, counters = triton_decode.decode_workspace(problem.m, problem.n, count, **tile)
-        space = (stand_in(PARTIALS, "float32", (floats,)), stand_in(COUNTERS, "int32", (counters,)))
-        made = triton_decode.decode_launch(
-            *operands,
-            space if counters else None,
-            **shared,
-            splits=config.splits,
-            warps=config.warps,
-            tma=config.schedule == names.DECODE,
-        )
-        return Product(Step(*made, (OUT, PARTIALS, COUNTERS) if counters else (OUT,)), floats, counters)
-    shared |= {"group": 8, "warps": 8 if config.block_m * config.block_n >= 1 << 14 else 4, "programs": programs}
-    shared |= {"epilogue_halves": 2 if config.block_n == 256 else 1}
-    launch_of = triton_gemm.gemm_launch if config.schedule == names.PERSISTENT else triton_gemm.gemm_pointer_launch
-    return Product(Step(*launch_of(*operands, **shared), (OUT,)), 0, 0)
+    return Operands(a, b, scale_a, scale_b)
 
 
 def _matrices(form: Form, slots: Slots, count: int, outer: int) -> tuple[Any, Any]:
@@ -242,7 +234,84 @@ def _matrices(form: Form, slots: Slots, count: int, outer: int) -> tuple[Any, An
     kind = form.recipe.granularity
     if kind in ("tensor", "row"):
         return values, stand_in(slots.scale, "float32", (1,) if kind == "tensor" else shape[:-1])
-    return values, stand_in(slots.scale, "float32", form.scale, form.scale_strides)
+    if count == 1:
+        return values, stand_in(slots.scale, form.scale_kind, form.scale, form.scale_strides)
+    # Blocks of one row: those of a batch entry follow the ones before it.
+    row, step = form.scale_strides
+    extents = (count, outer, form.scale[1])
+    return values, stand_in(slots.scale, form.scale_kind, extents, (outer * row, row, step))
+
+
+class Product(NamedTuple):
+    """The product's own launch, and how many float32 partial sums and zeroed int32 counters it needs."""
+
+    step: Step
+    floats: int = 0
+    counters: int = 0
+
+
+def multiplying(
+    problem: Problem,
+    config: names.Config,
+    operands: Operands,
+    out: str,
+    bias: str | None,
+    activation: str | None,
+    *,
+    programs: int,
+    dependent: bool = False,
+) -> Product:
+    """Return the launch that multiplies, adds a bias (n,) of dtype `bias`, and stores activation of that as `out`.
+
+    programs: the GPU's multiprocessors. dependent: a decode kernel too is launched beside the kernel before it, as the
+    Hopper kernel always is.
+    """
+    from dispatch.kernels import gluon_gemm, triton_decode, triton_gemm, triton_mx_gemm
+
+    a, b, scale_a, scale_b = operands
+    m, n, count = problem.m, problem.n, math.prod(problem.batch)
+    c = stand_in(OUT, out, (count, m, n) if count > 1 else (m, n))
+    given = a, b, c, scale_a, scale_b, None if bias is None else stand_in(BIAS, bias, (n,))
+    promoted = problem.accumulation == "promoted"
+    blocks = problem.recipe is not None and problem.recipe.a.granularity not in ("tensor", "row")
+    if config.schedule in names.HOPPER_SCHEDULES:
+        if blocks:
+            given = a, b, c, stand_in(scale_a.slot, "float32", scale_a.shape[::-1], scale_a.strides[::-1]), *given[4:]
+        made = gluon_gemm.gemm_launch(
+            *given,
+            config=hopper_config(config, a.element_size(), c.element_size()),
+            promoted=promoted,
+            blocks=blocks,
+            activation=activation,
+            programs=programs,
+        )
+        return Product(Step(*made, (OUT,)))
+    shared: dict[str, Any] = {"block_m": config.block_m, "block_n": config.block_n, "block_k": config.block_k}
+    shared |= {"stages": config.stages, "activation": activation}
+    extents = extents_of(problem) if blocks and config.schedule != names.MX else None
+    if config.schedule in (names.DECODE, names.DECODE_POINTERS):
+        tile = {"block_m": config.block_m, "block_n": config.block_n, "splits": config.splits}
+        floats, counters = triton_decode.decode_workspace(m, n, count, **tile)
+        space = (stand_in(PARTIALS, "float32", (floats,)), stand_in(COUNTERS, "int32", (counters,)))
+        by_tma = config.schedule == names.DECODE
+        made = triton_decode.decode_launch(
+            *given,
+            space if counters else None,
+            **shared,
+            promoted=promoted,
+            block=extents,
+            splits=config.splits,
+            warps=config.warps,
+            tma=by_tma,
+            dependent=by_tma and dependent,
+        )
+        return Product(Step(*made, (OUT, PARTIALS, COUNTERS) if counters else (OUT,)), floats, counters)
+    shared |= {"group": 8, "warps": 8 if config.block_m * config.block_n >= 1 << 14 else 4, "programs": programs}
+    if config.schedule == names.MX:
+        return Product(Step(*triton_mx_gemm.mx_gemm_launch(*given, **shared), (OUT,)))
+    shared |= {"epilogue_halves": 2 if config.block_n == 256 else 1, "promoted": promoted, "block": extents}
+    launch_of = triton_gemm.gemm_launch if config.schedule == names.PERSISTENT else triton_gemm.gemm_pointer_launch
+    return Product(Step(*launch_of(*given, **shared), (OUT,)))
 
 
 def extents_of(problem: Problem) -> tuple[int, int, int]:

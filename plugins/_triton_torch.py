@@ -11,44 +11,16 @@ from threading import get_ident
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import triton.language as tl
-from dispatch.kernels import gluon_gemm, launching, triton_decode, triton_gemm, triton_mx_gemm
-from dispatch.kernels import triton_quantize as by_row
-from dispatch.kernels import triton_quantize_blocks as by_block
-from dispatch.kernels import triton_quantize_columns as by_column
-from dispatch.kernels import triton_quantize_many as together
-from dispatch.kernels.launching import Array, Bound
+from dispatch.kernels import launching
+from dispatch.kernels.launching import Bound
 from dispatch.plugins import _triton_configs as names
+from dispatch.plugins import _triton_launches as launches
 from dispatch.plugins._device_torch import on_device
-from dispatch.plugins._triton_launches import (
-    BIAS,
-    COUNTERS,
-    OF_A,
-    OF_B,
-    OUT,
-    PARTIALS,
-    TOGETHER_LIMIT,
-    Form,
-    Slots,
-    entries,
-    extents_of,
-    form_of,
-    fuses,
-    hopper_config,
-)
+from dispatch.plugins._triton_launches import BIAS, COUNTERS, OF_A, OF_B, OUT, PARTIALS, Form, Operands, Step
 from torch import Tensor
 
 from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
 
-TYPES = {
-    "float8_e4m3fn": tl.float8e4nv,
-    "float8_e5m2": tl.float8e5,
-    "bfloat16": tl.bfloat16,
-    "float16": tl.float16,
-    "float32": tl.float32,
-}
-FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
-STORED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ALIGNMENT = 256
 """Bytes between the parts of a workspace."""
 KEPT_BYTES, KEPT = 1 << 20, 64
@@ -71,80 +43,9 @@ class Encoded(NamedTuple):
     scale: Tensor
 
 
-class Quantizer:
-    """The launches that quantize one operand, (rows, k) of given strides, into a `Form`.
-
-    partial_bytes: the workspace that it needs beside the output. dependent: each that does not transpose is launched
-    beside the kernel before it, and waits for it (sm90 and later).
-    """
-
-    def __init__(
-        self, form: Form, dtype: str, strides: tuple[int, int], slots: Slots, *, dependent: bool = False
-    ) -> None:
-        recipe, rows, k = form.recipe, form.rows, form.k
-        transposed, shape, stride = _lying(form, strides)
-        x, data, scale = _pointers(form, dtype, shape, stride, slots)
-        partial, out = Array(slots.partial, tl.float32, (1,)), (rows, form.padded_k)
-        self.partial_bytes = 0
-        if recipe.granularity == "tensor":
-            launches: tuple[Any, ...] = by_row.tensor_launches(shape, stride, out, transposed=transposed)
-            self.partial_bytes = 4 * by_row.TENSOR_PARTIALS
-        elif recipe.granularity == "row" and transposed:
-            launches = by_column.columns_launches(shape, stride, out)
-            self.partial_bytes = 4 * by_column.columns_workspace(shape, out)
-        elif recipe.granularity == "row":
-            launches = (by_row.rows_launch(shape, stride, out),)
-        else:
-            block = recipe.block(rows, k)
-            launches = (by_block.blocks_launch(shape, stride, out, block, form.scale_strides, transposed=transposed),)
-        guard = (None, None) if recipe.granularity == "row" and not transposed else ()
-        pointers = [(x, data, scale, *guard)] if len(launches) == 1 else [(x, partial), (x, partial, data, scale)]
-        beside = dependent and not transposed  # what transposes was slower so on an H200
-        self.launches = [
-            _bound(launch, given, dependent=beside) for launch, given in zip(launches, pointers, strict=True)
-        ]
-
-
-def _bound(launch: Any, pointers: Sequence[Any], *, dependent: bool) -> Bound:
-    beside = {"dependent": True, "launch_pdl": True} if dependent else {}
-    return launching.bind(launch.kernel, launch.grid, [*pointers, *launch.sizes], {**launch.options, **beside})
-
-
-def _lying(form: Form, strides: tuple[int, int]) -> tuple[bool, tuple[int, int], int]:
-    """Return whether (rows, k) lies transposed, and the shape and outer stride that it lies in."""
-    if strides[1] == 1:
-        return False, (form.rows, form.k), strides[0]
-    if strides[0] != 1:
-        raise ValueError(f"strides {strides}: one must be 1")
-    return True, (form.k, form.rows), strides[1]
-
-
-def _pointers(form: Form, dtype: str, shape: tuple[int, int], stride: int, slots: Slots) -> tuple[Array, Array, Array]:
-    scale_dtype = tl.uint8 if form.recipe.scale_dtype == "e8m0" else tl.float32
-    return (
-        Array(slots.x, TYPES[dtype], shape, (stride, 1)),
-        Array(slots.data, FORMATS[form.recipe.dtype], (form.rows, form.padded_k)),
-        Array(slots.scale, scale_dtype, form.stored_scale),
-    )
-
-
-def quantized_together(sides: Sequence[tuple[Form, str, tuple[int, int], Slots]], *, dependent: bool) -> Bound | None:
-    """Return what quantizes both operands in one launch, or None where that is no gain."""
-    found = []
-    for form, dtype, strides, slots in sides:
-        if form.recipe.granularity != "row" or form.rows * form.k > TOGETHER_LIMIT:
-            return None
-        transposed, shape, stride = _lying(form, strides)
-        source = together.Source(shape, stride, (form.rows, form.padded_k), transposed)
-        if together.tile_of(source) is None:
-            return None
-        found.append((source, _pointers(form, dtype, shape, stride, slots)))
-    found.sort(key=lambda pair: not pair[0].transposed)  # those take longest
-    launch = together.many_launch([source for source, _ in found])
-    dependent = dependent and not any(source.transposed for source, _ in found)
-    pointers: list[Any] = [pointer for _, three in found for pointer in three]
-    pointers += [None] * (3 * (together.MAX_OPERANDS - len(found)))
-    return _bound(launch, pointers, dependent=dependent)
+def _bound(step: Step) -> Bound:
+    """Return a launch, compiled for the current device."""
+    return launching.bind(step.kernel, step.grid, step.arguments, step.options)
 
 
 def rows_view(x: Tensor, axis: int) -> Tensor:
@@ -163,18 +64,20 @@ def encode(x: Any, recipe: ScalingRecipe, axis: int) -> Encoded:
     if isinstance(x, ScaledArray):
         return _encode_scaled(x, recipe, axis)
     rows = rows_view(x, axis)
-    form = form_of(recipe, rows.shape[0], rows.shape[1])
+    form = launches.form_of(recipe, rows.shape[0], rows.shape[1])
     if x.dtype.itemsize == 1:
         return Encoded(_fitted(rows, form), torch.ones(form.scale, dtype=torch.float32, device=x.device))
     rows = _dense(rows)
     with torch.cuda.device(x.device):
-        quantizer = Quantizer(form, _name(rows.dtype), (rows.stride(0), rows.stride(1)), OF_A)
-        data = torch.empty((form.rows, form.padded_k), dtype=STORED[recipe.dtype], device=x.device)
+        source = launches.source(form, _name(rows.dtype), OF_A, (rows.stride(0), rows.stride(1)))
+        steps, floats = launches.quantizing(source)
+        stored: torch.dtype = getattr(torch, recipe.storage_dtype)
+        data = torch.empty((form.rows, form.padded_k), dtype=stored, device=x.device)
         scale = torch.empty(form.stored_scale, dtype=_scale_dtype(recipe), device=x.device)
-        partial = torch.empty(max(quantizer.partial_bytes, 1), dtype=torch.uint8, device=x.device)
+        partial = torch.empty(max(floats, 1), dtype=torch.float32, device=x.device)
         addresses = [space.data_ptr() for space in (data, scale, rows, partial)]
-        for launch in quantizer.launches:
-            launch(_current_stream(x.device.index), addresses)
+        for step in steps:
+            _bound(step)(_current_stream(x.device.index), addresses)
     return Encoded(data, scale)
 
 
@@ -188,7 +91,7 @@ def _scale_dtype(recipe: ScalingRecipe) -> torch.dtype:
 
 def _encode_scaled(x: ScaledArray, recipe: ScalingRecipe, axis: int) -> Encoded:
     rows = rows_view(x.data, axis)
-    form = form_of(recipe, rows.shape[0], rows.shape[1])
+    form = launches.form_of(recipe, rows.shape[0], rows.shape[1])
     scale = rows_view(x.scale, axis)
     if recipe.scale_dtype == "e8m0":
         scale = scale.view(torch.uint8)  # torch copies no e8m0 into strides
@@ -263,8 +166,8 @@ class _Side:
         self.recipe = problem.recipe.a if axis == -1 else problem.recipe.b
         self.prepared = operand.prepared
         self.quantizes = not operand.prepared and operand.recipe is None and operand.dtype not in FP8_DTYPES
-        self.count = entries(problem, operand)
-        self.form = form_of(self.recipe, self.count * outer, problem.k)
+        self.count = launches.entries(problem, operand)
+        self.form = launches.form_of(self.recipe, self.count * outer, problem.k)
         self.expands = self.count != math.prod(operand.batch)
         self.slots = OF_A if axis == -1 else OF_B
 
@@ -302,16 +205,14 @@ class ScaledProduct:
         self.device = torch.device(problem.device)
         self.left = _Side(problem, problem.a, -1, problem.m)
         self.right = _Side(problem, problem.b, -2, problem.n)
-        a, b = _values(self.left, problem.m), _values(self.right, problem.n)
-        self._operands = a, b, _scales(self.left, a), _scales(self.right, b)
+        self._operands = launches.operands_of(problem, (self.left.form, self.right.form))
         self._wide: Kernel | None = None
-        self.fuses = fuses(problem)
+        self.fuses = launches.fuses(problem)
         self._kernel = self._bind(problem.out_dtype, problem.bias, problem.activation) if self.fuses else self.wide()
         self._by_strides: dict[Any, _Steps] = {}
 
     def _bind(self, out: str, bias: str | None, activation: str | None) -> Kernel:
-        a, b, scale_a, scale_b = self._operands
-        return bind_kernel(self.problem, self.config, a, b, scale_a, scale_b, out, bias, activation)
+        return bind_kernel(self.problem, self.config, self._operands, out, bias, activation)
 
     def wide(self) -> Kernel:
         """Return the kernel that leaves float32 and no epilogue, for a bias that the kernel cannot add."""
@@ -331,20 +232,19 @@ class ScaledProduct:
             offsets[slot] = size
             size += _up(count, ALIGNMENT)
 
-        for side, _ in sides:
-            place(side.slots.data, side.form.rows * side.form.padded_k)
-            place(side.slots.scale, side.form.scale_bytes)
-        if len(sides) == 2:
-            both = [(side.form, side.dtype, strides, side.slots) for side, strides in sides]
-            joint = quantized_together(both, dependent=dependent)
-            if joint is not None:
-                return _Steps([joint], offsets, Workspaces(size, self.device))
-        launches: list[Bound] = []
-        for side, strides in sides:
-            quantizer = Quantizer(side.form, side.dtype, strides, side.slots, dependent=dependent)
-            launches += quantizer.launches
-            place(side.slots.partial, quantizer.partial_bytes)
-        return _Steps(launches, offsets, Workspaces(size, self.device) if size else None)
+        sources = [launches.source(side.form, side.dtype, side.slots, strides) for side, strides in sides]
+        for form, _, slots, _, _ in sources:
+            place(slots.data, form.rows * form.padded_k)
+            place(slots.scale, form.scale_bytes)
+        joint = launches.quantizing_both(sources, dependent=dependent) if len(sources) == 2 else None
+        if joint is not None:
+            return _Steps([_bound(joint)], offsets, Workspaces(size, self.device))
+        bound: list[Bound] = []
+        for source in sources:
+            steps, floats = launches.quantizing(source, dependent=dependent)
+            bound += [_bound(step) for step in steps]
+            place(source.slots.partial, 4 * floats)
+        return _Steps(bound, offsets, Workspaces(size, self.device) if size else None)
 
     def call(self) -> Plan:
         """Return the product as a function."""
@@ -426,93 +326,20 @@ def _fusable(bias: Tensor, n: int) -> bool:
     return bool(bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0)
 
 
-def _values(side: _Side, outer: int) -> Array:
-    count = side.count
-    shape = (count, outer, side.form.padded_k) if count > 1 else (outer, side.form.padded_k)
-    return Array(side.slots.data, FORMATS[side.recipe.dtype], shape)
-
-
-def _scales(side: _Side, values: Array) -> Array:
-    form = side.form
-    dtype = tl.uint8 if form.recipe.scale_dtype == "e8m0" else tl.float32
-    if form.recipe.granularity == "tensor":
-        return Array(side.slots.scale, dtype, (1,))
-    if form.recipe.granularity == "row":
-        return Array(side.slots.scale, dtype, values.shape[:-1])
-    if values.ndim == 2:
-        return Array(side.slots.scale, dtype, form.scale, form.scale_strides)
-    # Blocks of one row: those of a batch entry follow the ones before it.
-    count, outer, _ = values.shape
-    row, step = form.scale_strides
-    return Array(side.slots.scale, dtype, (count, outer, form.scale[1]), (outer * row, row, step))
-
-
 def bind_kernel(
     problem: Problem,
     config: names.Config,
-    a: Array,
-    b: Array,
-    scale_a: Array | None,
-    scale_b: Array | None,
+    operands: Operands,
     out: str,
     bias: str | None,
     activation: str | None,
 ) -> Kernel:
     """Return the product's kernel, compiled for the problem's device, which is current."""
-    m, n, device = problem.m, problem.n, torch.device(problem.device)
-    count = math.prod(problem.batch)
-    c = Array(OUT, TYPES[out], (count, m, n) if count > 1 else (m, n))
-    operands = a, b, c, scale_a, scale_b, None if bias is None else Array(BIAS, TYPES[bias], (n,))
+    device = torch.device(problem.device)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    promoted, recipe = problem.accumulation == "promoted", problem.recipe
-    by_block = recipe is not None and recipe.a.granularity not in ("tensor", "row")
-    if config.schedule in names.HOPPER_SCHEDULES:
-        if by_block:
-            assert scale_a is not None
-            operands = (
-                a,
-                b,
-                c,
-                Array(scale_a.slot, scale_a.dtype, scale_a.shape[::-1], scale_a.strides[::-1]),
-                *operands[4:],
-            )
-        made = gluon_gemm.gemm_launch(
-            *operands,
-            config=hopper_config(config, a.element_size(), c.element_size()),
-            promoted=promoted,
-            blocks=by_block,
-            activation=activation,
-            programs=programs,
-        )
-        return Kernel(launching.bind(*made), 0, None)
-    extents = extents_of(problem) if by_block and config.schedule != names.MX else None
-    shared: dict[str, Any] = {"block_m": config.block_m, "block_n": config.block_n, "block_k": config.block_k}
-    shared |= {"stages": config.stages, "activation": activation}
-    if config.schedule in (names.DECODE, names.DECODE_POINTERS):
-        floats, counters = triton_decode.decode_workspace(
-            m, n, count, block_m=config.block_m, block_n=config.block_n, splits=config.splits
-        )
-        space = (Array(PARTIALS, tl.float32, (floats,)), Array(COUNTERS, tl.int32, (counters,))) if counters else None
-        by_tma = config.schedule == names.DECODE
-        launch = triton_decode.decode_launch(
-            *operands,
-            space,
-            **shared,
-            promoted=promoted,
-            block=extents,
-            splits=config.splits,
-            warps=config.warps,
-            tma=by_tma,
-            dependent=by_tma,
-        )
-        return Kernel(launching.bind(*launch), 4 * floats, Counters(counters, device) if counters else None)
-    shared |= {"group": 8, "warps": 8 if config.block_m * config.block_n >= 1 << 14 else 4, "programs": programs}
-    if config.schedule == names.MX:
-        return Kernel(launching.bind(*triton_mx_gemm.mx_gemm_launch(*operands, **shared)), 0, None)
-    shared |= {"epilogue_halves": 2 if config.block_n == 256 else 1, "promoted": promoted, "block": extents}
-    persistent = config.schedule == names.PERSISTENT
-    launch_of = triton_gemm.gemm_launch if persistent else triton_gemm.gemm_pointer_launch
-    return Kernel(launching.bind(*launch_of(*operands, **shared)), 0, None)
+    made = launches.multiplying(problem, config, operands, out, bias, activation, programs=programs, dependent=True)
+    counters = Counters(made.counters, device) if made.counters else None
+    return Kernel(_bound(made.step), 4 * made.floats, counters)
 
 
 def lossless(problem: Problem, config: names.Config) -> Plan:
@@ -525,18 +352,18 @@ def lossless(problem: Problem, config: names.Config) -> Plan:
     def kernel_for(a: Tensor, b: Tensor, out: str, bias: str | None, activation: str | None) -> Kernel:
         key = a.shape, a.stride(), b.shape, b.stride(), out, bias, activation
         if (found := bound.get(key)) is None:
-            left = Array(OF_A.data, TYPES[problem.a.dtype], a.shape, a.stride())
-            right = Array(OF_B.data, TYPES[problem.b.dtype], b.shape, b.stride())
-            found = bound[key] = bind_kernel(problem, config, left, right, None, None, out, bias, activation)
+            left = launches.stand_in(OF_A.data, problem.a.dtype, a.shape, a.stride())
+            right = launches.stand_in(OF_B.data, problem.b.dtype, b.shape, b.stride())
+            found = bound[key] = bind_kernel(problem, config, Operands(left, right), out, bias, activation)
         return found
 
     def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        if a.ndim > 2 and entries(problem, problem.a) != math.prod(a.shape[:-2]):
+        if a.ndim > 2 and launches.entries(problem, problem.a) != math.prod(a.shape[:-2]):
             a = a.expand(*problem.batch, *a.shape[-2:])
-        if b.ndim > 2 and entries(problem, problem.b) != math.prod(b.shape[:-2]):
+        if b.ndim > 2 and launches.entries(problem, problem.b) != math.prod(b.shape[:-2]):
             b = b.expand(*problem.batch, *b.shape[-2:])
         left, right = _k_major(a), _k_major(b.mT)
-        fused = fuses(problem) and (bias is None or _fusable(bias, n))
+        fused = launches.fuses(problem) and (bias is None or _fusable(bias, n))
         if fused:
             kernel = kernel_for(left, right, problem.out_dtype, problem.bias, problem.activation)
         else:

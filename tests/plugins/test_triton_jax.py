@@ -93,7 +93,10 @@ class Emulated:
         return made
 
 
-def _quantizing(form: Any, dtype: str, slots: Any, *, transposed: bool) -> Any:
+def _quantizing(source: launches.Source) -> Any:
+    form, dtype, slots, transposed, stride = source
+    assert stride == (form.rows if transposed else form.k)
+
     def kernel(arrays: Any) -> list[Any]:
         x = arrays[slots.x]
         assert x.dtype.name == dtype
@@ -109,9 +112,11 @@ def _quantizing(form: Any, dtype: str, slots: Any, *, transposed: bool) -> Any:
 
 
 def _multiplying(
-    problem: Problem, config: Any, forms: Any, out: str, bias: Any, activation: Any, *, programs: int
+    problem: Problem, config: Any, operands: Any, out: str, bias: Any, activation: Any, *, programs: int
 ) -> Any:
-    del config, programs
+    del config, operands, programs
+    sides = (problem.a, problem.recipe.a, problem.m), (problem.b, problem.recipe.b, problem.n)
+    forms = [launches.form_of(recipe, launches.entries(problem, x) * outer, problem.k) for x, recipe, outer in sides]
 
     def decoded(arrays: Any, slots: Any, form: Any, outer: int) -> Any:
         data, scale = arrays[slots.data], arrays[slots.scale]

@@ -207,7 +207,7 @@ class TestConfigs:
     def test_names_say_the_stages_that_there_is_room_for(self) -> None:
         pytest.importorskip("torch")
         pytest.importorskip("triton")
-        from dispatch.plugins._triton_torch import hopper_config
+        from dispatch.plugins._triton_launches import hopper_config
 
         for asked in _asked():
             for out, size in (("bfloat16", 2), ("float32", 4)):
@@ -282,11 +282,9 @@ def compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def _kernel(module: Any, asked: Problem, config: names.Config) -> Any:
     if asked.recipe is not None:
         return module.ScaledProduct(asked, config)._kernel.launch
-    from dispatch.kernels.launching import Array
-
-    dtype = module.TYPES[asked.a.dtype]
-    left, right = Array(0, dtype, (asked.m, asked.k)), Array(5, dtype, (asked.n, asked.k))
-    return module.bind_kernel(asked, config, left, right, None, None, asked.out_dtype, None, None).launch
+    stand_in, operands = module.launches.stand_in, module.launches.Operands
+    both = operands(stand_in(0, asked.a.dtype, (asked.m, asked.k)), stand_in(5, asked.b.dtype, (asked.n, asked.k)))
+    return module.bind_kernel(asked, config, both, asked.out_dtype, None, None).launch
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
@@ -318,7 +316,7 @@ def test_each_epilogue_of_one_plan_has_its_own_kernel(monkeypatch: pytest.Monkey
     bound: list[tuple[Any, ...]] = []
 
     def bind(*arguments: Any) -> Any:
-        bound.append(arguments[6:])
+        bound.append(arguments[3:])
         return module.Kernel(lambda stream, addresses: None, 0, None)
 
     monkeypatch.setattr(module, "bind_kernel", bind)
@@ -339,7 +337,7 @@ def test_a_bias_that_the_kernel_cannot_add_is_added_afterwards(dtype: str, monke
     from dispatch.plugins import _triton_torch as module
 
     bound: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module, "bind_kernel", lambda *arguments: bound.append(arguments[6:]))
+    monkeypatch.setattr(module, "bind_kernel", lambda *arguments: bound.append(arguments[3:]))
     asked = problem(ROW, bias=dtype, activation="relu")
     module.ScaledProduct(asked, names.configs(asked)[0])
     assert bound == [("float32", None, None)]
@@ -351,23 +349,20 @@ WRITES = re.compile(r"\b(?:st\.global|atom\.global|red\.global)\S*")
 
 @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS, "e5m2:32x32"])
 @pytest.mark.parametrize("strides", [(8192, 1), (1, 300), (1, 8192)])
-def test_what_runs_beside_its_predecessor_waits_before_it_touches_memory(
-    recipe: str, strides: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_beside_its_predecessor_waits_before_it_touches_memory(recipe: str, strides: tuple[int, int]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from dispatch.kernels import launching
-    from dispatch.plugins import _triton_torch
+    from dispatch.plugins import _triton_launches as launches
 
-    compile_only = lambda kernel, grid, arguments, options: kernel.warmup(*arguments, grid=grid, **options)  # noqa: E731
-    monkeypatch.setattr(launching, "bind", compile_only)
-    form = _triton_torch.form_of(RecipePair.parse(recipe).a, 300, 4096 if 8192 in strides else 300)
+    form = launches.form_of(RecipePair.parse(recipe).a, 300, 4096 if 8192 in strides else 300)
+    sources = [launches.source(form, "bfloat16", slots, strides) for slots in (launches.OF_A, launches.OF_B)]
+    steps, _ = launches.quantizing(sources[0], dependent=True)
+    joint = launches.quantizing_both(sources, dependent=True)
     with _compiler().compiling(90):
-        quantizer = _triton_torch.Quantizer(form, "bfloat16", strides, _triton_torch.OF_A, dependent=True)
-        built = [*quantizer.launches]
-        if recipe == ROW:
-            sides = [(form, "bfloat16", strides, slots) for slots in (_triton_torch.OF_A, _triton_torch.OF_B)]
-            built += [x for x in [_triton_torch.quantized_together(sides, dependent=True)] if x is not None]
+        built = [
+            step.kernel.warmup(*step.arguments, grid=step.grid, **step.options)
+            for step in (*steps, *([] if joint is None else [joint]))
+        ]
     assert built
     for kernel in built:
         ptx = kernel.asm["ptx"]

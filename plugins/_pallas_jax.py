@@ -1,0 +1,168 @@
+"""The Pallas products in JAX: quantize what is not, multiply, epilogue, all in one jitted function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from dispatch.kernels import pallas_blackwell_gemm, pallas_fp8_gemm, pallas_triton_gemm
+from dispatch.kernels.pallas_common import padded, up
+from dispatch.kernels.pallas_quantize import quantize
+from dispatch.plugins import _pallas_configs as names
+
+from dispatch import Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
+
+Array = Any
+MULTIPLES = {-1: (8, 128), -2: (64, 128)}
+"""What rows and k of an operand are padded to, by its contraction axis: Mosaic's tilings must divide them."""
+_CLUSTERS = {"": "", "2x1": "m", "1x2": "n"}
+
+
+class Encoded(NamedTuple):
+    """One operand as the kernels take it: values (rows, k), K-major and padded, and scales as `gemm` takes them."""
+
+    matrix: Array
+    scale: Array
+
+
+def encode(x: Any, recipe: ScalingRecipe, axis: int, *, interpret: bool) -> Encoded:
+    """Return one matrix, an array, raw FP8 (its scale is one) or a ScaledArray, as the kernels take it."""
+    multiple = MULTIPLES[axis]
+    if isinstance(x, ScaledArray):
+        return _encode_scaled(x, recipe, multiple)
+    if x.dtype.itemsize == 1:
+        return Encoded(_fitted(x if axis == -1 else x.T, multiple), jnp.ones(1, jnp.float32))
+    transposed, dtype = axis == -2, recipe.storage_dtype
+    return Encoded(
+        *quantize(x, dtype, recipe.granularity, transposed=transposed, multiple=multiple, interpret=interpret)
+    )
+
+
+def _fitted(rows: Array, multiple: tuple[int, int]) -> Array:
+    """Return FP8 values (rows, k), padded with zeros."""
+    return padded(rows, *(up(size, step) for size, step in zip(rows.shape, multiple, strict=True)))
+
+
+def _encode_scaled(x: ScaledArray, recipe: ScalingRecipe, multiple: tuple[int, int]) -> Encoded:
+    data, scale = (x.data, x.scale) if x.axis == -1 else (x.data.T, x.scale.T)
+    matrix = _fitted(data, multiple)
+    if recipe.granularity == "tensor":
+        return Encoded(matrix, scale.reshape(1))
+    if recipe.granularity == "row":
+        return Encoded(matrix, padded(scale.reshape(-1), matrix.shape[0]))
+    height, width = recipe.block(*matrix.shape)
+    return Encoded(matrix, padded(scale, -(-matrix.shape[0] // height), -(-matrix.shape[1] // width)))
+
+
+def prepared(x: Array, recipe: ScalingRecipe, axis: int) -> Encoded:
+    """Return a matrix quantized once."""
+    interpret = next(iter(x.devices())).platform == "cpu"
+    make = jax.jit(partial(encode, recipe=recipe, axis=axis, interpret=interpret))
+    return Encoded(*make(x))
+
+
+def _tile(config: names.Config) -> Any:
+    """Return the kernel's own form of a config."""
+    order: dict[str, Any] = {"minor": config.minor, "group": config.group}
+    if config.schedule == names.POINTERS:
+        return pallas_triton_gemm.Config(config.block_m, config.block_n, config.block_k, config.stages)
+    if config.schedule == names.TENSOR_MEMORY:
+        pair = bool(config.cluster)
+        return pallas_blackwell_gemm.Config(config.block_n, config.block_k, config.stages, collective=pair, **order)
+    return pallas_fp8_gemm.Config(
+        *(config.block_m, config.block_n, config.block_k, config.stages),
+        consumers=1 if config.schedule == names.ONE_CONSUMER else 2,
+        pingpong=config.schedule == names.PINGPONG,
+        cluster=_CLUSTERS[config.cluster],
+        **order,
+    )
+
+
+def complaint(problem: Problem, config: names.Config) -> str:
+    """Return why the kernel cannot run a config, nothing where it can."""
+    tile, blocks = _tile(config), names.in_blocks(problem)
+    if config.schedule == names.POINTERS:
+        return str(tile.complaint(blocks=blocks))
+    size = 1 if problem.recipe is not None else 2
+    if config.schedule == names.TENSOR_MEMORY:
+        return str(tile.complaint(size))
+    return str(tile.complaint(size, jnp.dtype(problem.out_dtype).itemsize, blocks=blocks))
+
+
+def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:
+    """Return the GEMM, called with both operands, their scales and the bias, out_dtype= and activation=."""
+    options: dict[str, Any] = {"config": _tile(config), "interpret": problem.device.startswith("cpu")}
+    if config.schedule == names.POINTERS:
+        return partial(pallas_triton_gemm.gemm, **options, blocks=names.in_blocks(problem))
+    programs = getattr(jax.devices()[0], "core_count", None)
+    if programs is not None and problem.device.startswith("cuda"):
+        options["programs"] = programs
+    if config.schedule == names.TENSOR_MEMORY:
+        return partial(pallas_blackwell_gemm.gemm, **options)
+    sums = {"promoted": problem.accumulation == "promoted", "blocks": names.in_blocks(problem)}
+    return partial(pallas_fp8_gemm.gemm, **options, **sums)
+
+
+def _encoder(problem: Problem, operand: Operand, side: str) -> Callable[[Any], Encoded]:
+    if operand.prepared:
+        return lambda x: x
+    axis = -1 if side == "a" else -2
+    recipe = getattr(problem.recipe, side)
+    return partial(encode, recipe=recipe, axis=axis, interpret=problem.device.startswith("cpu"))
+
+
+def plan(problem: Problem, config: names.Config) -> Plan:
+    """Return a jitted callable."""
+    matrices = _matrices(problem, config)
+    product = matrices if math.prod(problem.batch) == 1 and not problem.batch else _batched(problem, matrices)
+    compiled: Plan = jax.jit(product)
+    return compiled
+
+
+def _matrices(problem: Problem, config: names.Config) -> Callable[..., Array]:
+    """Return the product of a (m, k) and b (k, n), of any m, with a bias that broadcasts to it."""
+    room, kernel, n = framework("jax"), _kernel(problem, config), problem.n
+    encode_a, encode_b = _encoder(problem, problem.a, "a"), _encoder(problem, problem.b, "b")
+
+    def product(a: Any, b: Any, bias: Array | None = None) -> Array:
+        left, right = encode_a(a), encode_b(b)
+        m = problem.m if problem.a.prepared else a.shape[0]
+        of_column = None if bias is None or math.prod(bias.shape[:-1]) != 1 else _of_column(bias, n)
+        fused = bias is None or of_column is not None
+        out = kernel(
+            *(left.matrix, right.matrix, left.scale, right.scale),
+            None if of_column is None else padded(of_column, right.matrix.shape[0]),
+            out_dtype=problem.out_dtype if fused else jnp.float32,
+            activation=problem.activation if fused else None,
+        )
+        out = out if out.shape == (m, n) else out[:m, :n]
+        return out if fused else room.epilogue(out, problem, bias)
+
+    return product
+
+
+def _of_column(bias: Array, n: int) -> Array:
+    """Return a bias of one value a column as (n,)."""
+    return jnp.broadcast_to(bias.reshape(-1), (n,))
+
+
+def _batched(problem: Problem, matrices: Callable[..., Array]) -> Callable[..., Array]:
+    """Return the product for operands with batch dimensions: those of a alone are rows, others taken in turn."""
+    batch, (m, n) = problem.batch, (problem.m, problem.n)
+    folds = math.prod(problem.b.batch) == 1
+
+    def product(a: Any, b: Any, bias: Array | None = None) -> Array:
+        plain = bias is None or math.prod(bias.shape[:-1]) == 1
+        if folds and plain:
+            rows = a.reshape(-1, a.shape[-1])
+            return matrices(rows, b.reshape(b.shape[-2:]), bias).reshape(*batch, m, n)
+        spread = [jnp.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(-1, *x.shape[-2:]) for x in (a, b)]
+        if bias is not None:
+            spread.append(jnp.broadcast_to(bias, (*batch, m, n)).reshape(-1, m, n))
+        return jax.lax.map(lambda each: matrices(*each), tuple(spread)).reshape(*batch, m, n)
+
+    return product

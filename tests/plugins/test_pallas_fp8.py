@@ -1,0 +1,331 @@
+"""The pallas_fp8 backend: what it rejects and why, its configs, products interpreted on a CPU, and all on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from dispatch.plugins import _pallas_configs as names
+from dispatch.plugins import pallas_fp8
+
+import dispatch
+from dispatch._backend import Backend
+from dispatch._problem import ACTIVATIONS, Operand, Problem
+from dispatch._recipe import RecipePair, ScalingRecipe
+from dispatch.frameworks import framework
+from dispatch.quantization import ScaledArray, quantize
+
+BACKEND = pallas_fp8.PallasBackend()
+TENSOR, ROW, BLOCKS = "e4m3:tensor", "e4m3:row", "e4m3:1x128@e4m3:128x128"
+MIXED = "e5m2:row@e4m3:row"
+ARCHS = {"sm80": False, "sm86": False, "sm89": True, "sm90": True, "sm100": True, "sm103": True, "sm120": True}
+ARCHS |= {"sm121": True, "sm990": False, "cpu-avx512": False}
+
+
+@pytest.fixture(autouse=True)
+def current_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rejections speak of the problem: environments without JAX run these tests too."""
+    monkeypatch.setattr(pallas_fp8, "_jax_version", lambda: "0.11.2")
+    monkeypatch.setattr(pallas_fp8, "_has_absl", lambda: True)
+
+
+def problem(recipe: str | None = ROW, *, m: int = 512, n: int = 512, k: int = 512, **facts: Any) -> Problem:
+    values = {
+        "a": Operand("bfloat16"),
+        "b": Operand("bfloat16"),
+        "out_dtype": "bfloat16",
+        "framework": "jax",
+        "arch": "sm90",
+        "device": "cuda:0",
+        "accumulation": "promoted" if recipe == BLOCKS else "fast",
+        **facts,
+    }
+    return Problem(m, n, k, recipe=None if recipe is None else RecipePair.parse(recipe), **values)
+
+
+def reasons(asked: Problem) -> str:
+    return "; ".join(map(str, BACKEND.rejections(asked)))
+
+
+class TestRejections:
+    def test_it_is_a_backend(self) -> None:
+        assert isinstance(BACKEND, Backend)
+        assert BACKEND.name == "pallas_fp8"
+
+    @pytest.mark.parametrize("recipe", [TENSOR, ROW, MIXED, BLOCKS])
+    @pytest.mark.parametrize(("arch", "able"), ARCHS.items())
+    def test_it_runs_where_there_are_fp8_tensor_cores(self, arch: str, able: bool, recipe: str) -> None:
+        found = reasons(problem(recipe, arch=arch))
+        assert (found == "") == able, found
+        if not able:
+            assert found.startswith(f"arch is {arch}; needs sm89, sm90")
+
+    @pytest.mark.parametrize(
+        ("recipe", "facts", "said"),
+        [
+            (ROW, {"framework": "torch"}, "framework is torch; needs jax"),
+            (ROW, {"framework": "numpy"}, "framework is numpy; needs jax"),
+            (None, {"accumulation": None}, "recipe is none"),
+            ("e4m3:64x64", {}, "recipe is e4m3:64x64"),
+            ("e5m2:row", {}, "recipe is e5m2:row"),
+            (ROW, {"a": Operand("float64")}, "dtype is float64"),
+            (ROW, {"a": Operand("int8")}, "dtype is int8"),
+            (ROW, {"out_dtype": "float64"}, "out_dtype is float64"),
+            (ROW, {"m": 0}, "size is m=0"),
+            (BLOCKS, {"accumulation": "fast"}, "accumulation is fast; needs promoted"),
+            (ROW, {"arch": "sm100", "accumulation": "promoted"}, "accumulation is promoted; needs fast"),
+            (BLOCKS, {"b": Operand("bfloat16", (3,))}, "batch is (3,)"),
+            (ROW, {"a": Operand("bfloat16", (3,), prepared=True)}, "batch of a is (3,)"),
+            (ROW, {"a": Operand("float8_e4m3fn")}, "a is float8_e4m3fn without scales"),
+            (TENSOR, {"b": Operand("float8_e5m2")}, "b is float8_e5m2 without scales"),
+            (TENSOR, {"b": Operand("bfloat16", recipe=ScalingRecipe.parse(ROW))}, "b is quantized as e4m3:row"),
+        ],
+    )
+    def test_the_reason_names_what_was_found(self, recipe: str | None, facts: dict[str, Any], said: str) -> None:
+        assert said in reasons(problem(recipe, **facts))
+
+    def test_these_run(self) -> None:
+        raw, scaled = Operand("float8_e4m3fn"), Operand("bfloat16", recipe=ScalingRecipe.parse(ROW))
+        assert reasons(problem(TENSOR, a=raw, b=raw)) == ""
+        assert reasons(problem(ROW, a=scaled, b=scaled)) == ""
+        assert reasons(problem(ROW, m=1, n=1, k=1, bias="float32", activation="gelu", out_dtype="float32")) == ""
+        assert reasons(problem(ROW, a=Operand("bfloat16", (2, 1)), b=Operand("bfloat16", (3,)))) == ""
+
+    @pytest.mark.parametrize(
+        ("version", "recipe", "said"),
+        [
+            (None, ROW, "jax is not installed"),
+            ("0.9.2", ROW, "jax is 0.9.2; needs jax >= 0.10.2"),
+            ("0.10.1", ROW, "jax is 0.10.1; needs jax >= 0.10.2"),
+            ("0.10.2", MIXED, "jax is 0.10.2; needs jax >= 0.11 to multiply e4m3 by e5m2"),
+            ("0.10.2", ROW, ""),
+            ("0.11.0.dev20260801", MIXED, ""),
+        ],
+    )
+    def test_of_jax_it_needs_a_version(
+        self, version: str | None, recipe: str, said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pallas_fp8, "_jax_version", lambda: version)
+        assert reasons(problem(recipe)).startswith(said)
+        assert (reasons(problem(recipe)) == "") == (said == "")
+
+    def test_without_absl_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pallas_fp8, "_has_absl", lambda: False)
+        assert "absl-py is not installed" in reasons(problem())
+
+    def test_modules_that_are_blocked_count_as_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()
+        for name in ("jax", "absl"):
+            monkeypatch.setitem(sys.modules, name, None)
+        for asked in (pallas_fp8._jax_version, pallas_fp8._has_absl):
+            asked.cache_clear()
+        try:
+            assert pallas_fp8._jax_version() is None
+            assert not pallas_fp8._has_absl()
+        finally:
+            pallas_fp8._jax_version.cache_clear()
+            pallas_fp8._has_absl.cache_clear()
+
+    def test_the_registry_lists_it(self) -> None:
+        (info,) = [x for x in dispatch.backends() if x.name == "pallas_fp8"]
+        assert "measured" in info.status
+
+
+SIZES = [(m, n, k) for m in (1, 16, 64, 65, 128, 129, 2048, 8192) for n, k in ((64, 64), (1000, 4096), (8192, 8192))]
+
+
+class TestConfigs:
+    @pytest.mark.parametrize("arch", [arch for arch, able in ARCHS.items() if able])
+    @pytest.mark.parametrize("recipe", [TENSOR, ROW, MIXED, BLOCKS])
+    @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+    def test_every_config_is_one_that_its_kernel_can_run(self, arch: str, recipe: str, out_dtype: str) -> None:
+        jax_plans = pytest.importorskip("dispatch.plugins._pallas_jax", reason="JAX or Pallas is not installed")
+        accumulations = ("promoted",) if recipe == BLOCKS else ("fast", "promoted") if arch == "sm90" else ("fast",)
+        for accumulation in accumulations:
+            for m, n, k in SIZES:
+                asked = problem(recipe, m=m, n=n, k=k, arch=arch, out_dtype=out_dtype, accumulation=accumulation)
+                found = BACKEND.configs(asked)
+                assert 1 <= len(found) <= 4
+                for name in found:
+                    config = names.Config.parse(name)
+                    assert str(config) == name
+                    assert name.startswith(f"{arch}_gemm_")
+                    assert jax_plans.complaint(asked, config) == "", name
+
+    def test_what_it_rejects_has_none(self) -> None:
+        assert BACKEND.configs(problem(arch="sm80")) == []
+
+    @pytest.mark.parametrize("name", ["", "sm90_gemm_e4m3", "sm90_gemm_e4m3_tma_warpspecialized_128x128x128_s6"])
+    def test_other_names_are_none(self, name: str) -> None:
+        with pytest.raises(ValueError, match="is no config; one is sm90_gemm_e4m3_"):
+            BACKEND.plan(problem(), name)
+
+    def test_a_config_of_another_problem_is_refused_with_those_there_are(self) -> None:
+        other = BACKEND.configs(problem(arch="sm89"))[0]
+        with pytest.raises(ValueError, match="its configs are sm90_gemm_e4m3_"):
+            BACKEND.plan(problem(), other)
+
+
+def _relative(found: Any, wanted: Any) -> float:
+    return float(np.linalg.norm(found - wanted) / max(float(np.linalg.norm(wanted)), 1e-300))
+
+
+class Products:
+    """Products with float64 beside them; on a CPU by the portable kernel, interpreted."""
+
+    arch, device = "sm89", "cpu"
+
+    def normal(self, *shape: int, dtype: str = "bfloat16", seed: int = 0) -> Any:
+        jax = pytest.importorskip("jax", reason="JAX is not installed")
+        pytest.importorskip("dispatch.plugins._pallas_jax", reason="this JAX has no Pallas that will do")
+        return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
+
+    def check(self, a: Any, b: Any, recipe: str, *, bias: Any = None, prepare: str = "", **facts: Any) -> Any:
+        pair, room = RecipePair.parse(recipe), framework("jax")
+        out_dtype = facts.setdefault("out_dtype", "bfloat16")
+        operands, given, decoded = [], [], []
+        for name, x, side, axis in (("a", a, pair.a, -1), ("b", b, pair.b, -2)):
+            scaled = isinstance(x, ScaledArray)
+            fact = Operand(x.dtype, recipe=x.recipe) if scaled else room.operand(x)
+            operands.append(dataclasses.replace(fact, prepared=name in prepare))
+            given.append(BACKEND.prepare(x, side, axis=axis) if name in prepare else x)
+            raw = not scaled and x.dtype.itemsize == 1
+            whole = x if scaled or raw else quantize(x, side, axis=axis)
+            decoded.append(np.asarray(x if raw else whole.dequantize("float32"), np.float64))
+        asked = problem(
+            recipe,
+            m=a.shape[-2],
+            n=b.shape[-1],
+            k=a.shape[-1],
+            a=operands[0],
+            b=operands[1],
+            bias=None if bias is None else str(bias.dtype),
+            arch=self.arch,
+            device=self.device,
+            **facts,
+        )
+        assert reasons(asked) == ""
+        wanted = np.matmul(*decoded)
+        wanted = wanted if bias is None else wanted + np.asarray(bias, np.float64)
+        wanted = np.asarray(framework("numpy").epilogue(wanted, dataclasses.replace(asked, out_dtype="float64"), None))
+        for config in BACKEND.configs(asked):
+            out = BACKEND.plan(asked, config)(*given, *(() if bias is None else (bias,)))
+            assert (str(out.dtype), out.shape) == (out_dtype, wanted.shape)
+            rounding = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 0.0}[out_dtype]
+            assert _relative(np.asarray(out.astype("float32"), np.float64), wanted) < rounding + 6e-3, config
+        return out
+
+    @pytest.mark.parametrize("recipe", [TENSOR, ROW, BLOCKS])
+    @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (33, 130, 300), (150, 70, 129)])
+    def test_shapes(self, m: int, n: int, k: int, recipe: str) -> None:
+        self.check(self.normal(m, k), self.normal(k, n, seed=1), recipe)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
+    def test_every_dtype(self, dtype: str, out_dtype: str) -> None:
+        a, b = self.normal(32, 144, dtype=dtype), self.normal(144, 48, dtype=dtype, seed=1)
+        self.check(a, b, ROW, out_dtype=out_dtype)
+
+    @pytest.mark.parametrize(
+        ("shape", "activation"), [((32, 1), "silu"), ((), None), ((1, 48), None), *(((48,), x) for x in ACTIVATIONS)]
+    )
+    def test_bias_and_activation(self, shape: tuple[int, ...], activation: str | None) -> None:
+        bias = self.normal(*shape, seed=2)
+        self.check(self.normal(32, 144), self.normal(144, 48, seed=1), ROW, bias=bias, activation=activation)
+
+    @pytest.mark.parametrize("recipe", [TENSOR, ROW, BLOCKS])
+    @pytest.mark.parametrize("prepare", ["a", "b", "ab"])
+    def test_prepared_operands(self, prepare: str, recipe: str) -> None:
+        self.check(self.normal(33, 144), self.normal(144, 49, seed=1), recipe, prepare=prepare)
+
+    @pytest.mark.parametrize("recipe", [TENSOR, ROW, BLOCKS])
+    def test_scaled_arrays(self, recipe: str) -> None:
+        pair = RecipePair.parse(recipe)
+        a, b = self.normal(33, 300), self.normal(300, 140, seed=1)
+        left, right = quantize(a, pair.a), quantize(b, pair.b, axis=-2)
+        self.check(left, right, recipe, out_dtype="float32")
+        self.check(a, right, recipe)
+        self.check(left, b, recipe)
+
+    @pytest.mark.parametrize("formats", [("e4m3fn", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e4m3fn")])
+    def test_raw_fp8_has_scale_one(self, formats: tuple[str, str]) -> None:
+        a = self.normal(32, 144).astype(f"float8_{formats[0]}")
+        b = self.normal(144, 48, seed=1).astype(f"float8_{formats[1]}")
+        pair = "@".join(f"{x[:4]}:tensor" for x in formats)
+        self.check(a, b, pair, out_dtype="float32")
+
+    @pytest.mark.parametrize("batches", [((2, 3), ()), ((3,), (3,)), ((2, 1), (3,)), ((), (2,))])
+    @pytest.mark.parametrize("bias", [None, (40,), (7, 1)])
+    def test_batches(self, batches: tuple[tuple[int, ...], ...], bias: tuple[int, ...] | None) -> None:
+        a, b = self.normal(*batches[0], 7, 130), self.normal(*batches[1], 130, 40, seed=1)
+        self.check(a, b, ROW, bias=None if bias is None else self.normal(*bias, seed=2), activation="relu")
+
+    @pytest.mark.parametrize("recipe", [TENSOR, ROW, "e5m2:tensor@e4m3:tensor"])
+    def test_nan_and_inf_reach_the_rows_that_hold_them(self, recipe: str) -> None:
+        a = self.normal(16, 128).at[3, 5].set(float("nan")).at[7, 9].set(float("inf")).at[8].set(0)
+        asked = problem(recipe, m=16, n=32, k=128, arch=self.arch, device=self.device)
+        out = BACKEND.plan(asked)(a, abs(self.normal(128, 32, seed=1)))
+        finite = np.isfinite(np.asarray(out, np.float32))
+        assert np.flatnonzero(~finite.all(1)).tolist() == [3, 7]
+        assert not finite[[3, 7]].any()
+        assert not np.asarray(out[8], np.float32).any()
+
+    def test_it_is_mapped_and_jitted(self) -> None:
+        import jax
+
+        a, b = self.normal(3, 20, 144), self.normal(144, 48, seed=1)
+        plan = BACKEND.plan(problem(m=20, n=48, k=144, arch=self.arch, device=self.device))
+        found = jax.jit(jax.vmap(plan, (0, None)))(a, b)
+        for part, whole in zip(found, a, strict=True):
+            assert _relative(np.asarray(part, np.float64), np.asarray(plan(whole, b), np.float64)) < 1e-3
+
+
+class TestInterpreted(Products):
+    pass
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+class TestGpu(Products):
+    device = "cuda:0"
+
+    @pytest.fixture(autouse=True)
+    def on_a_gpu(self) -> None:
+        jax = pytest.importorskip("jax", reason="JAX is not installed")
+        assert jax.default_backend() == "gpu", "run gpu tests on a machine with a GPU"
+        self.arch = framework("jax").archs()[0]
+
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, "e4m3:row@e5m2:row", MIXED, BLOCKS])
+    @pytest.mark.parametrize("accumulation", ["fast", "promoted"])
+    @pytest.mark.parametrize(
+        ("m", "n", "k"), [(16, 512, 1040), (128, 1000, 4112), (1040, 1048, 4112), (4104, 2000, 512)]
+    )
+    def test_every_config(self, m: int, n: int, k: int, accumulation: str, recipe: str) -> None:
+        if (recipe, accumulation) != (BLOCKS, "fast"):
+            self.check(self.normal(m, k), self.normal(k, n, seed=1), recipe, accumulation=accumulation)
+
+    def test_a_dispatched_product_is_jitted_differentiated_and_mapped(self) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        a, b = self.normal(3, 1024, 1024), self.normal(1024, 1024, seed=1)
+        loose = dispatch.use_policy(gate={"min_speedup": 0.0}, tuning={"budget_ms": 50})
+
+        def product(x: Any, y: Any) -> Any:
+            return dispatch.matmul(x, y, backend="pallas_fp8")
+
+        with loose:
+            decision = dispatch.explain(a[0], b, backend="pallas_fp8")
+            assert decision.backend == "pallas_fp8", decision
+            once = jax.jit(product)(a[0], b)
+            assert 1e-3 < _relative(np.asarray(once, np.float64), np.asarray(a[0] @ b, np.float64)) < 0.045
+            assert (once == product(a[0], b)).all()
+            mapped = jax.jit(jax.vmap(product, (0, None)))(a, b)
+            assert (mapped[0] == once).all()
+            slopes = jax.jit(jax.grad(lambda x, y: product(x, y).astype(jnp.float32).sum(), (0, 1)))(a[0], b)
+            wanted = jax.grad(lambda x, y: (x @ y).astype(jnp.float32).sum(), (0, 1))(a[0], b)
+            for found, native in zip(slopes, wanted, strict=True):
+                assert (found == native).all()

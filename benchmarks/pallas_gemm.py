@@ -1,11 +1,13 @@
 """The Pallas Mosaic GPU kernels beside XLA's own products, on the same data, interleaved. Needs a Hopper GPU in JAX.
 
-    python benchmarks/pallas_gemm.py [--record NAME] [--tables dense promoted block decode bf16] [--all]
+    python benchmarks/pallas_gemm.py [--record NAME] [--tables dense mid decode ...] [--all]
 
-dense: e4m3 with row scales, fast, against XLA's FP8 dot with the same scales (two kernels) and without any. promoted,
-block: sums in float32 every 128 of k, without and with scales of 1x128 by 128x128, against the same. decode: few rows
-by wide weights, cold in L2, in one program of many products, or the host would be timed. bf16: bfloat16 operands
-against jnp.matmul. portable: by Triton.
+dense: e4m3 with row scales, fast, against XLA's FP8 dot with the same scales (two kernels). promoted: sums in float32
+every 128 of k, against the same. block: with scales of 1x128 by 128x128, against XLA's FP8 dot without scales. mid,
+decode: smaller products, and few rows by wide weights that are cold in L2, in one program of many products, or the host
+would be timed. bf16: bfloat16 operands against jnp.matmul. portable: by Triton. quantize: bytes moved a second against
+a copy's, of operands that are K-major and of those that are transposed too. end_to_end: dispatch.matmul of bfloat16
+operands, jitted, both quantized or the weight prepared, against jnp.matmul.
 
 Each call is one launch of a function compiled before; `--chain` of them are dispatched before the device is waited for,
 so that what the host takes hides behind the device. Padding is in the time. Of our configs the fastest is named, and
@@ -19,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +33,9 @@ import numpy as np
 from dispatch.kernels import pallas_fp8_gemm as hopper
 from dispatch.kernels import pallas_triton_gemm as portable
 from dispatch.kernels.pallas_fp8_gemm import Config
+from dispatch.kernels.pallas_quantize import quantize
+
+import dispatch
 
 DENSE = [(4096, 4096, 4096), (8192, 8192, 8192), (8192, 28672, 8192), (8192, 8192, 28672)]
 COPIES = 12  # of a weight, one after another in one program: with 64 MiB and more each they are cold in L2
@@ -37,26 +43,26 @@ DECODE = [(m, n, k) for n, k in ((8192, 8192), (8192, 28672)) for m in (16, 64, 
 E4M3 = jnp.float8_e4m3fn
 Call = Callable[[], Any]
 
+MID = [(1024,) * 3, (2048,) * 3, (256, 8192, 8192), (512, 8192, 8192), (2048, 8192, 8192)]
+QUANTIZE = [(8192, 8192), (4096, 4096), (8192, 28672), (16384, 1024)]
+END_TO_END = [(4096,) * 3, (8192,) * 3]
+
 FAST = [
-    Config(group=8),
-    Config(group=4),
-    Config(minor="n", group=8),
-    Config(cluster="m", group=8),
-    Config(cluster="n", group=8),
-    Config(128, 256, stages=4, delay=2),
-    Config(128, 128, stages=6, pingpong=True, group=16),
-    Config(128, 128, stages=6, pingpong=True, cluster="m", group=8),
-    Config(64, 256, stages=4, pingpong=True, group=16),
     Config(256, 128, stages=4, group=8),
+    Config(128, 256, stages=4, minor="n", group=8),
+    Config(128, 256, stages=4, cluster="m", group=8),
+    Config(256, 128, stages=4, cluster="n", group=8),
+]
+MIDDLING = [
+    Config(128, 128, stages=6),
+    Config(128, 256, stages=4),
+    Config(64, 128, stages=8, consumers=1),
+    Config(64, 64, 256, stages=6, consumers=1),
 ]
 PROMOTED = [
     Config(128, 128, stages=6, group=16),
     Config(128, 128, stages=6, chain=8, group=16),
-    Config(128, 128, stages=6, chain=2, group=16),
-    Config(128, 128, stages=6, chain=1, group=16),
     Config(128, 128, stages=6, chain=8, cluster="m", group=8),
-    Config(128, 256, stages=4, chain=1, group=8),
-    Config(64, 128, stages=8, pingpong=True, chain=8, group=16),
 ]
 BLOCKS = [
     replace(config, stages=min(config.stages, 6 if config.block_m == 64 else 5))
@@ -129,30 +135,39 @@ def xla_matmul(a: Any, b: Any) -> Any:
     return jnp.matmul(a, b.T)
 
 
-def compiled(function: Any, *arrays: Any) -> Call:
-    """Return a call of a function on arrays that traces and looks nothing up."""
-    ready = jax.jit(function).lower(*arrays).compile()
-    return lambda: ready(*arrays)
+def compiled(functions: dict[str, Any], arrays: Sequence[Any], mine: Sequence[str] = ()) -> dict[str, Call]:
+    """Return a call of each function on the arrays that traces and looks nothing up; all are compiled at once.
+
+    One of `mine` that fails to compile or to run is reported and left out: it must not end the table.
+    """
+    lowered = {name: jax.jit(function).lower(*arrays) for name, function in functions.items()}
+    with ThreadPoolExecutor(12) as pool:
+        ready = {name: pool.submit(program.compile) for name, program in lowered.items()}
+    calls: dict[str, Call] = {}
+    for name, program in ready.items():
+        try:
+            call = partial(program.result(), *arrays)
+            jax.block_until_ready(call())
+        except Exception as fault:
+            if name not in mine:
+                raise
+            print(f"  {name}: {type(fault).__name__}: {str(fault)[:300]}", file=sys.stderr, flush=True)
+        else:
+            calls[name] = call
+    return calls
 
 
-def ours(config: Any, function: Any, *arrays: Any) -> dict[str, Call]:
-    """Return the call of a function that takes a config, by its name; nothing where it cannot run: then say why."""
-    try:
-        call = compiled(lambda *arrays: function(*arrays, config=config), *arrays)
-        jax.block_until_ready(call())
-    except Exception as fault:  # a config that JAX or ptxas refuses must not end the table
-        print(f"  {named(config)}: {type(fault).__name__}: {str(fault)[:300]}", file=sys.stderr, flush=True)
-        return {}
-    return {named(config): call}
+def each(configs: Sequence[Any], function: Any) -> dict[str, Any]:
+    """Return a function of the arrays for each config, by the config's name."""
+    return {named(config): partial(function, config=config) for config in configs}
 
 
-def error(out: Any | None, a: Any, b: Any) -> dict[str, float] | None:
+def error(out: Any, a: Any, b: Any) -> dict[str, float]:
     """Return the worst row's errors over 64 sampled rows, against float64 of the unquantized operands."""
-    if out is None:
-        return None
     rows = np.linspace(0, out.shape[0] - 1, min(64, out.shape[0])).astype(int)
     x = np.asarray(out[rows], np.float64)
-    y = np.asarray(a[rows], np.float64) @ np.asarray(b, np.float32).T.astype(np.float64)
+    with jax.enable_x64(True):
+        y = np.asarray(jnp.matmul(a[rows].astype(np.float64), b.astype(np.float64).T, precision="highest"))
     difference, size = np.square(x - y).sum(1), np.square(y).sum(1)
     return {
         "similarity_loss": float((difference / (np.square(x).sum(1) + size)).max()),
@@ -208,7 +223,7 @@ def row(
     return {
         "table": f"pallas_{table}",
         "problem": {"m": m, "n": n, "k": k, "dtype": "bfloat16"},
-        "candidate": f"pallas_mosaic_fp8/{more.pop('recipe', 'e4m3:row@e4m3:row')}/{best}",
+        "candidate": more.pop("candidate", None) or f"pallas_fp8/{more.pop('recipe', 'e4m3:row')}/{best}",
         "latency_us": latency,
         "spread_us": spread,
         "rounds": arguments.rounds,
@@ -222,16 +237,6 @@ def row(
     }
 
 
-def _each(configs: Sequence[Any], function: Any, *arrays: Any) -> dict[str, Call]:
-    """Return a call of each config that runs."""
-    return {name: call for config in configs for name, call in ours(config, function, *arrays).items()}
-
-
-def _first(calls: dict[str, Call]) -> Any:
-    """Return what the first of our calls gives, None without any."""
-    return next((call() for call in calls.values()), None)
-
-
 def _rows_of(
     table: str, sizes: Sequence[tuple[int, int, int]], configs: Sequence[Any], function: Any, arguments: Any
 ) -> Iterator[dict[str, Any] | None]:
@@ -239,11 +244,14 @@ def _rows_of(
     for size in sizes:
         m, n, k = size
         (a, left, scale_a), (b, right, scale_b) = quantized(0, m, k), quantized(1, n, k)
-        calls = _each(configs, function, left, right, scale_a, scale_b)
-        found = error(_first(calls), a, b)
-        calls["XLA row scales"] = compiled(xla_scaled, left, right, scale_a, scale_b)
-        calls["XLA no scales"] = compiled(xla_bare, left, right)
-        yield row(table, size, calls, ["XLA row scales", "XLA no scales"], arguments, error=found)
+        mine = each(configs, function)
+        calls = compiled({**mine, "XLA row scales": xla_scaled}, (left, right, scale_a, scale_b), [*mine])
+        yield row(table, size, calls, ["XLA row scales"], arguments, error=error(_first(calls), a, b))
+
+
+def _first(calls: dict[str, Call]) -> Any:
+    """Return what the first call gives."""
+    return next(iter(calls.values()))()
 
 
 def dense(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
@@ -253,7 +261,7 @@ def dense(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
 
 def promoted(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of large products, each 128 of k added in float32."""
-    yield from _rows_of("promoted", DENSE, PROMOTED, partial(hopper.gemm, promoted=True), arguments)
+    yield from _rows_of("promoted", DENSE[:2], PROMOTED, partial(hopper.gemm, promoted=True), arguments)
 
 
 def by_triton(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
@@ -263,20 +271,22 @@ def by_triton(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
 
 def block(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of 1x128 by 128x128 scales; XLA's product has none, and is a bound."""
-    for size in DENSE:
+    for size in DENSE[:2]:
         m, n, k = size
         a, b = quantized(0, m, k)[0], quantized(1, n, k)[0]
         (left, scale_a), (right, scale_b) = in_blocks(a, 1), in_blocks(b, 128)
-        scale_a = scale_a.reshape(m, -1)
-        calls = _each(BLOCKS, partial(hopper.gemm, blocks=True), left, right, scale_a, scale_b)
+        mine = each(BLOCKS, partial(hopper.gemm, blocks=True))
+        peer = {"XLA no scales": lambda left, right, *_: xla_bare(left, right)}
+        calls = compiled({**mine, **peer}, (left, right, scale_a.reshape(m, -1), scale_b), [*mine])
         found = error(_first(calls), a, b)
-        calls["XLA no scales"] = compiled(xla_bare, left, right)
         yield row("block", size, calls, ["XLA no scales"], arguments, recipe="e4m3:1x128@e4m3:128x128", error=found)
 
 
-def decode(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of few rows by wide weights, which come from memory each time."""
-    for size in DECODE:
+def _many(
+    table: str, sizes: Sequence[tuple[int, int, int]], configs: Sequence[Any], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of products that are short beside a launch: COPIES of them, each with a weight of its own."""
+    for size in sizes:
         m, n, k = size
         a, left, scale_a = quantized(0, m, k)
         b = quantized(1, n, k)[0]
@@ -288,25 +298,138 @@ def decode(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
         def xla(left: Any, scale_a: Any, weights: Any) -> list[Any]:
             return [xla_scaled(left, right, scale_a, scale_b) for right, scale_b in weights]
 
-        calls = _each(FLAT, many, left, scale_a, weights)
-        found = error((_first(calls) or [None])[0], a, b)
-        calls["XLA row scales"] = compiled(xla, left, scale_a, weights)
-        yield row("decode", size, calls, ["XLA row scales"], arguments, products=COPIES, error=found)
+        mine = each(configs, many)
+        calls = compiled({**mine, "XLA row scales": xla}, (left, scale_a, weights), [*mine])
+        found = error(_first(calls)[0], a, b)
+        yield row(table, size, calls, ["XLA row scales"], arguments, products=COPIES, error=found)
+
+
+def mid(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of middling products."""
+    yield from _many("mid", MID, MIDDLING, arguments)
+
+
+def decode(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of few rows by wide weights, which come from memory each time."""
+    yield from _many("decode", DECODE, FLAT, arguments)
 
 
 def bf16(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of bfloat16 operands, against jnp.matmul."""
-    for size in DENSE:
+    for size in DENSE[:2]:
         m, n, k = size
         a, b = quantized(0, m, k)[0], quantized(1, n, k)[0]
-        calls = _each([replace(config, block_k=64) for config in FAST], hopper.gemm, a, b)
+        mine = each([replace(config, block_k=64) for config in FAST], hopper.gemm)
+        calls = compiled({**mine, "jnp.matmul": xla_matmul}, (a, b), [*mine])
         found = error(_first(calls), a, b)
-        calls["jnp.matmul"] = compiled(xla_matmul, a, b)
         yield row("bf16", size, calls, ["jnp.matmul"], arguments, recipe="bfloat16", error=found)
 
 
+def quantizers(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of quantizing bfloat16 to e4m3 by row, as the share of a copy's bytes a second."""
+    for (rows, k), transposed in ((size, x) for size in QUANTIZE for x in (False, True)):
+        count = max(2, (128 << 20) // (2 * rows * k))
+        shape = (k, rows) if transposed else (rows, k)
+        sources = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(count)]
+
+        def ours(sources: Any, transposed: bool = transposed) -> Any:
+            return [quantize(x, E4M3, transposed=transposed) for x in sources]
+
+        def copy(sources: Any) -> Any:
+            return [x + 1 for x in sources]
+
+        def by_xla(sources: Any, transposed: bool = transposed) -> Any:
+            return [xla_quantized(x.T if transposed else x) for x in sources]
+
+        name = "transposed" if transposed else "K-major"
+        calls = compiled({name: ours, "copy": copy, "XLA": by_xla}, (sources,))
+        times = looped(calls, arguments.rounds, max(2, 40 // count), count)
+        (latency, spread), copied = times[name], times["copy"][0]
+        share = 3 / latency / (4 / copied)
+        print(
+            f"quantize {rows}x{k} {name:10} {latency:8.1f} us {3e-6 * rows * k / latency:6.2f} TB/s  "
+            f"share of copy {share:.2f}  XLA {times['XLA'][0]:.1f}",
+            flush=True,
+        )
+        yield {
+            "table": "pallas_quantize",
+            "problem": {"m": rows, "n": k, "k": k, "dtype": "bfloat16"},
+            "candidate": f"pallas_quantize/e4m3:row/{name}",
+            "layout": name,
+            "latency_us": latency,
+            "spread_us": spread,
+            "rounds": arguments.rounds,
+            "speedup": times["XLA"][0] / latency,
+            "share_of_copy": share,
+            "peers": {f"{peer}@{jax.__version__}": times[peer][0] for peer in ("copy", "XLA")},
+            "data": "normal",
+            **_rows.stamp(),
+        }
+
+
+def xla_quantized(x: Any) -> tuple[Any, Any]:
+    """Return x quantized by row, by XLA."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(wide).max(1), 1e-12) / 448
+    return (wide / scale[:, None]).astype(E4M3), scale
+
+
+def end_to_end(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of dispatch.matmul of bfloat16 operands, jitted, the weight as it is or prepared."""
+    for size in END_TO_END:
+        m, n, k = size
+        pairs = [[jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for s in ((m, k), (k, n))] for i in range(3)]
+        weights = [dispatch.prepare(b) for _, b in pairs]
+        for prepared in (False, True):
+            given = [w if prepared else b for w, (_, b) in zip(weights, pairs, strict=True)]
+            with dispatch.use_policy(recipes={"allow": ["e4m3:row"]}, tuning={"budget_ms": 500}):
+                named = dispatch.explain(pairs[0][0], given[0], backend="pallas_fp8")
+                chosen = dispatch.explain(pairs[0][0], given[0])
+                calls = {
+                    "pallas_fp8": _dispatched([a for a, _ in pairs], given, "pallas_fp8"),
+                    "dispatch": _dispatched([a for a, _ in pairs], given, None),
+                    "jnp.matmul": _native(pairs),
+                }
+            out = calls["pallas_fp8"]()[0]
+            entry = row(
+                "end_to_end",
+                size,
+                calls,
+                ["jnp.matmul", "dispatch"],
+                arguments,
+                products=len(pairs),
+                candidate=str(named.candidate),
+                weight_prepared=prepared,
+                chosen=str(chosen.candidate),
+                reason=chosen.reason,
+                error=error(out, pairs[0][0], pairs[0][1].T),
+            )
+            assert entry is not None
+            entry["speedup"] = entry["peers"][f"jnp.matmul@{jax.__version__}"] / entry["latency_us"]
+            print(f"{'':9}{'prepared' if prepared else 'both quantized'}: {entry['speedup']:.3f}x; {chosen.candidate}")
+            yield entry
+
+
+def _dispatched(left: list[Any], right: list[Any], backend: str | None) -> Call:
+    """Return a call of one program: every product, by a backend, or by what is chosen."""
+
+    def products(left: Any, arrays: Any) -> list[Any]:
+        given = [b if array is None else array for b, array in zip(right, arrays, strict=True)]
+        return [dispatch.matmul(a, b, backend=backend) for a, b in zip(left, given, strict=True)]
+
+    arrays = [None if isinstance(b, dispatch.PreparedOperand) else b for b in right]
+    ready = jax.jit(products).lower(left, arrays).compile()
+    return partial(ready, left, arrays)
+
+
+def _native(pairs: list[list[Any]]) -> Call:
+    """Return the same of jnp.matmul."""
+    return partial(jax.jit(lambda pairs: [jnp.matmul(a, b) for a, b in pairs]).lower(pairs).compile(), pairs)
+
+
 TABLES: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any] | None]]] = {
-    "dense": dense, "promoted": promoted, "block": block, "decode": decode, "bf16": bf16, "portable": by_triton,
+    "dense": dense, "promoted": promoted, "block": block, "mid": mid, "decode": decode, "bf16": bf16,
+    "portable": by_triton, "quantize": quantizers, "end_to_end": end_to_end,
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from dispatch.kernels.pallas_common import (
     OLD_INTERPRETER,
     activated,
     check,
+    columns,
     interpreter,
     itemsize,
     load,
@@ -237,15 +238,15 @@ class _Kernel:
 
     def _store(self, refs: _Refs, where: _Where) -> None:
         """Finish and store the sums of this program's rows of every tile."""
-        columns = SWIZZLE // itemsize(refs.out.dtype)
+        width = SWIZZLE // itemsize(refs.out.dtype)
 
         def tile(tile_number: Any, _: Any) -> None:
             row, col = self._tile(where, tile_number)
             row = row + where.member * HEIGHT
             place = lax.rem(tile_number, 2)
             plgpu.barrier_wait(refs.summed.at[place])
-            for number, j in enumerate(range(0, self.width, columns)):
-                piece = plgpu.async_load_tmem(refs.sums.at[:, pl.ds(place * self.width + j, columns)], layout=TCGEN05)
+            for number, j in enumerate(range(0, self.width, width)):
+                piece = plgpu.async_load_tmem(refs.sums.at[:, pl.ds(place * self.width + j, width)], layout=TCGEN05)
                 if refs.scale_a is not None:
                     piece = piece * self._spread(refs.scale_a, row, piece.shape, 0)
                     piece = piece * self._spread(refs.scale_b, col + j, piece.shape, 1)
@@ -256,7 +257,7 @@ class _Kernel:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 refs.out_smem[slot] = piece
                 plgpu.commit_smem()
-                target = refs.out.at[pl.ds(row, HEIGHT), pl.ds(col + j, columns)]
+                target = refs.out.at[pl.ds(row, HEIGHT), pl.ds(col + j, width)]
                 plgpu.copy_smem_to_gmem(refs.out_smem.at[slot], target)
             plgpu.wait_load_tmem()
             plgpu.barrier_arrive(refs.stored.at[place])
@@ -308,7 +309,8 @@ def _gemm(
     if interpret is not None:  # the interpreter stops at the edge of an array
         whole_m, whole_n, whole_k = up(m, high), up(n, wide), up(k, config.block_k)
     else:
-        whole_m, whole_n, whole_k = up(m, 8), up(n, 64), up(k, SWIZZLE // itemsize(a.dtype))
+        deep = SWIZZLE // itemsize(a.dtype)
+        whole_m, whole_n, whole_k = up(m, 8), columns(n, out_dtype), up(k, deep)
     kernel = _Kernel(
         config=config,
         activation=activation,

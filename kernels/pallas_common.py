@@ -14,6 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 BLOCK = 128
 """Values of k, and rows of B, that one block scale is for."""
+STORED = 128
+"""Bytes of a row of C that are stored at once."""
 
 _LOAD_TAKES_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 OLD_INTERPRETER = not hasattr(plgpu, "InterpretGPUParams")
@@ -63,6 +65,14 @@ def check(
 def up(size: int, multiple: int) -> int:
     """Return the least positive multiple that is no less than size."""
     return max(1, -(-size // multiple)) * multiple
+
+
+def columns(n: int, out_dtype: Any) -> int:
+    """Return how many columns of C there are in memory: whole tiles of 64, and more than one of what is stored at once.
+
+    Mosaic drops a dimension of a single tile with its index: what lies beyond that tile would be written to it.
+    """
+    return max(up(n, 64), 2 * STORED // itemsize(out_dtype))
 
 
 def padded(x: Any, *shape: int) -> Any:

@@ -34,6 +34,7 @@ from dispatch.kernels.pallas_common import (
     BLOCK,
     OLD_INTERPRETER,
     check,
+    columns,
     interpreter,
     itemsize,
     narrow,
@@ -87,7 +88,7 @@ def _gemm(
     if form.plain or interpret is not None:  # interpreters stop at the edge of an array
         whole_m, whole_n, whole_k = up(m, high), up(n, wide), up(k, config.block_k)
     else:
-        whole_m, whole_n, whole_k = up(m, 8), up(n, 64), up(k, deep)
+        whole_m, whole_n, whole_k = up(m, 8), columns(n, form.out_dtype), up(k, deep)
     kernel = Kernel(
         config=config,
         form=form,

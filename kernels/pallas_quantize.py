@@ -37,6 +37,8 @@ QUAD = 4
 """Bytes that are transposed together."""
 PROGRAMS = 1024
 """About how many programs find maxima: a wave on a large GPU."""
+TURNED = (128, 64, 4)
+"""Tile, k by rows, that a program transposes, and its warps."""
 
 
 @dataclass(frozen=True)
@@ -370,8 +372,11 @@ def _columns(x: Any, partial: Any, out: tuple[int, int], form: _Format) -> tuple
     partial: the maxima of parts of each column, (splits, rows) or (1, 1); None to find them in columns kept whole.
     """
     (k, rows), (out_rows, out_k) = x.shape, out
-    tall = 128 if partial is not None else max(64, _power(out_k))
-    wide = 64 if partial is not None else (16 if tall <= 1024 else 8)
+    if partial is not None:
+        tall, wide, warps = TURNED
+    else:
+        tall, warps = max(64, _power(out_k)), 4
+        wide = 16 if tall <= 1024 else 8
     source, one = _quads(x), partial is not None and partial.shape == (1, 1)
     full = k % tall == 0 and k == out_k
     even = rows % wide == 0 and rows == out_rows
@@ -412,7 +417,7 @@ def _columns(x: Any, partial: Any, out: tuple[int, int], form: _Format) -> tuple
             ((out_rows,), jnp.float32, (wide,), lambda i, j: (i,)),
         ],
         form,
-        4,
+        warps,
     )
     return values, scale[:1] if one else scale
 

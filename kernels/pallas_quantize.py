@@ -37,7 +37,7 @@ QUAD = 4
 """Bytes that are transposed together."""
 PROGRAMS = 1024
 """About how many programs find maxima: a wave on a large GPU."""
-TURNED = (128, 64, 4)
+TURNED = (64, 128, 4)
 """Tile, k by rows, that a program transposes, and its warps."""
 
 
@@ -64,8 +64,7 @@ class _Format:
         if self.dtype != jnp.float8_e5m2 and not self.interpret:
             return encoded  # from Inf came NaN
         bits = lax.bitcast_convert_type(encoded, jnp.uint8)
-        if self.interpret:  # its casts do not agree about the bits of a NaN
-            bits = jnp.where(jnp.isfinite(x), bits, jnp.uint8(0x7F))
+        bits = jnp.where(jnp.abs(x) < jnp.inf, bits, jnp.uint8(0x7F))  # casts disagree about a NaN's bits
         if self.dtype == jnp.float8_e5m2:
             infinity = jnp.where(x < 0, jnp.uint8(0xFC), jnp.uint8(0x7C))
             bits = jnp.where(jnp.abs(x) == jnp.inf, infinity, bits)
@@ -85,7 +84,10 @@ def _assembled(asm: str, *arrays: Any) -> Any:
 
 
 def _quotient(x: Any, scale: Any) -> Any:
-    """Return x / scale, correctly rounded, and NaN of Inf. Tiny scales are lifted, or remainders would be subnormal."""
+    """Return x / scale, correctly rounded, and NaN of Inf.
+
+    Tiny scales are lifted, or remainders would be subnormal. The remainder is negated twice, or -0.0 would become 0.0.
+    """
     lift = jnp.where(scale < 2.0**-60, 2.0**100, 1.0)
     lifted = scale * lift
     inverse = _assembled("rcp.rn.f32 $0, $1;", lifted)
@@ -94,8 +96,9 @@ def _quotient(x: Any, scale: Any) -> Any:
         .reg .f32 x, q, r;
         mul.rn.f32 x, $1, $2;
         mul.rn.f32 q, x, $4;
-        neg.f32 r, q;
-        fma.rn.f32 r, r, $3, x;
+        neg.f32 x, x;
+        fma.rn.f32 r, q, $3, x;
+        neg.f32 r, r;
         fma.rn.f32 $0, r, $4, q;
     }"""
     return _assembled(asm, x, *given)

@@ -22,7 +22,6 @@ SCHEDULES = (COOPERATIVE, PINGPONG, ONE_CONSUMER, TENSOR_MEMORY, POINTERS)
 MULTIPROCESSORS = 132
 DECODE_LIMIT = 128
 """Rows up to which a product is bound by reading b."""
-_SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _NAME = re.compile(
     rf"(sm\d+)_gemm_(\w+?)_({'|'.join(sorted(SCHEDULES, key=len, reverse=True))})"
     r"_(\d+)x(\d+)x(\d+)_s(\d+)(?:_(2x1|1x2))?_([mn])(\d+)"
@@ -61,9 +60,8 @@ class Config(NamedTuple):
 
 
 def dtypes_of(problem: Problem) -> str:
-    """Return what the tensor core multiplies: e4m3, e4m3_e5m2 ... or bf16, f16."""
-    if problem.recipe is None:
-        return _SHORT[problem.a.dtype]
+    """Return what the tensor core multiplies: e4m3, e4m3_e5m2 ..."""
+    assert problem.recipe is not None
     return "_".join(dict.fromkeys((problem.recipe.a.dtype, problem.recipe.b.dtype)))
 
 
@@ -92,33 +90,32 @@ def _waves(problem: Problem) -> float:
 
 def _hopper(problem: Problem) -> list[Config]:
     """Return the configs of sm90, chosen from what benchmarks/pallas_gemm.py measures on an H200."""
-    deep = 128 if problem.recipe is not None else 64
-    wide = problem.out_dtype == "float32"
 
-    def hopper(schedule: str, block_m: int, block_n: int, stages: int, **order: object) -> Config:
-        return _config(problem, schedule, block_m, block_n, deep, stages, **order)
+    def hopper(schedule: str, block_m: int, block_n: int, block_k: int, stages: int, **order: object) -> Config:
+        return _config(problem, schedule, block_m, block_n, block_k, stages, **order)
 
+    small, flat = hopper(ONE_CONSUMER, 64, 64, 256, 6), hopper(ONE_CONSUMER, 64, 128, 128, 8)
     if in_blocks(problem) or problem.accumulation == "promoted":
         stages = 5 if in_blocks(problem) else 6
-        if problem.m <= 64:
-            return [hopper(ONE_CONSUMER, 64, 64, 8)]
-        return [hopper(COOPERATIVE, 128, 128, stages, group=16)]
+        flat, square = hopper(ONE_CONSUMER, 64, 128, 128, stages), hopper(COOPERATIVE, 128, 128, 128, stages, group=16)
+        return [flat] if problem.m <= 64 else [square]
+    if problem.m <= 64:
+        return [small, flat]
     if problem.m <= DECODE_LIMIT:
-        tall = 64 if problem.m <= 64 else 128
-        schedule = ONE_CONSUMER if tall == 64 else COOPERATIVE
-        return [hopper(schedule, tall, 64, 8), hopper(schedule, tall, 128, 6)]
-    large, beside = hopper(COOPERATIVE, 128, 256, 4), hopper(COOPERATIVE, 128, 256, 4, cluster="2x1")
-    square = hopper(PINGPONG, 128, 128, 6, group=16)
-    if _waves(problem) > 2:
-        return [beside, large, square]
-    return [square, hopper(ONE_CONSUMER, 64, 128, 6 if wide else 8)]
+        return [flat, hopper(ONE_CONSUMER, 64, 128, 256, 4)]
+    waves = _waves(problem)
+    if waves <= 0.5:
+        return [small, flat]
+    wide, tall = hopper(COOPERATIVE, 128, 256, 128, 4), hopper(COOPERATIVE, 256, 128, 128, 4)
+    if waves <= 2:
+        return [wide, hopper(COOPERATIVE, 128, 128, 128, 6), flat]
+    return [wide._replace(cluster="2x1"), tall]
 
 
 def _blackwell(problem: Problem) -> list[Config]:
     """Return the configs of sm100 and sm103, of which none has run."""
-    deep = 128 if problem.recipe is not None else 64
-    single = _config(problem, TENSOR_MEMORY, 128, 256, deep, 4)
-    pair = _config(problem, TENSOR_MEMORY, 128, 128, deep, 6, cluster="2x1")
+    single = _config(problem, TENSOR_MEMORY, 128, 256, 128, 4)
+    pair = _config(problem, TENSOR_MEMORY, 128, 128, 128, 6, cluster="2x1")
     return [pair, single] if _waves(problem) > 2 else [single]
 
 

@@ -87,10 +87,9 @@ def complaint(problem: Problem, config: names.Config) -> str:
     tile, blocks = _tile(config), names.in_blocks(problem)
     if config.schedule == names.POINTERS:
         return str(tile.complaint(blocks=blocks))
-    size = 1 if problem.recipe is not None else 2
     if config.schedule == names.TENSOR_MEMORY:
-        return str(tile.complaint(size))
-    return str(tile.complaint(size, jnp.dtype(problem.out_dtype).itemsize, blocks=blocks))
+        return str(tile.complaint(1))
+    return str(tile.complaint(1, jnp.dtype(problem.out_dtype).itemsize, blocks=blocks))
 
 
 def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:

@@ -98,6 +98,19 @@ def kernels(table: str) -> str:
     return "\n".join([*lines, "", *mean, *_machines(found)])
 
 
+def pallas_quantize() -> str:
+    """Return the table of the Pallas quantizers beside XLA's."""
+    lines = ["| rows x k | source | ours | TB/s | XLA | against XLA |", "|---|---|---|---|---|---|"]
+    found = rows("pallas_quantize")
+    for entry in found:
+        height, width = entry["problem"]["m"], entry["problem"]["k"]
+        by_xla = {name.partition("@")[0]: us for name, us in entry["peers"].items()}["XLA"]
+        speed = 3e-6 * height * width / entry["latency_us"]
+        times = f"{_us(entry['latency_us'])} | {speed:.2f} | {_us(by_xla)}"
+        lines.append(f"| {height} x {width} | {entry['layout']} | {times} | {_number(entry['speedup'], '{:.2f}x')} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
 def quantize() -> str:
     """Return the table of the quantizer's speed, as the share of a copy's bytes a second."""
     lines = ["| rows x columns | ours | copy | TB/s | share of copy |", "|---|---|---|---|---|"]
@@ -128,6 +141,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": host,
     **{name: partial(kernels, name) for name in ("dense", "mid", "decode", "block", "end_to_end")},
     "quantize": quantize,
+    **{name: partial(kernels, name) for name in ("pallas_promoted", "pallas_end_to_end")},
+    "pallas_quantize": pallas_quantize,
     "host_call": host_call,
 }
 

@@ -43,7 +43,7 @@ class Config:
     minor: str = "m"
     group: int = 8
     delay: int = 1
-    chain: int = 4
+    chain: int = 2
 
     @property
     def height(self) -> int:

@@ -492,4 +492,6 @@ def quantize(
     rows, k = x.shape[::-1] if transposed else x.shape
     out = (up(rows, multiple[0]), up(k, multiple[1]))
     form = _Format(dtype, bool(interpret))
-    return traced(_quantize, x, form=form, granularity=granularity, transposed=transposed, out=out)
+    static = {"form": form, "granularity": granularity, "transposed": transposed, "out": out}
+    found: tuple[Any, Any] = traced(_quantize, x, **static)
+    return found

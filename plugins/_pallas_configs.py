@@ -8,6 +8,7 @@ order of the tiles: along which dimension first, in bands of how many.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import NamedTuple, Self
 
 from dispatch import Problem
@@ -56,7 +57,8 @@ class Config(NamedTuple):
                 f"pallas_fp8: {name!r} is no config; one is sm90_gemm_e4m3_{COOPERATIVE}_128x256x128_s4_m8"
             )
         arch, dtypes, schedule, *sizes, cluster, minor, group = found.groups()
-        return cls(arch, dtypes, schedule, *map(int, sizes), cluster or "", minor, int(group))
+        block_m, block_n, block_k, stages = map(int, sizes)
+        return cls(arch, dtypes, schedule, block_m, block_n, block_k, stages, cluster or "", minor, int(group))
 
 
 def dtypes_of(problem: Problem) -> str:
@@ -79,8 +81,11 @@ def configs(problem: Problem) -> list[Config]:
     return _portable(problem)
 
 
-def _config(problem: Problem, schedule: str, *rest: int, **order: object) -> Config:
-    return Config(problem.arch, dtypes_of(problem), schedule, *rest)._replace(**order)
+def _config(
+    problem: Problem, schedule: str, block_m: int, block_n: int, block_k: int, stages: int, group: int = 8
+) -> Config:
+    kind = (problem.arch, dtypes_of(problem), schedule)
+    return Config(*kind, block_m, block_n, block_k, stages, group=group)
 
 
 def _waves(problem: Problem) -> float:
@@ -91,9 +96,7 @@ def _waves(problem: Problem) -> float:
 def _hopper(problem: Problem) -> list[Config]:
     """Return the configs of sm90, chosen from what benchmarks/pallas_gemm.py measures on an H200."""
 
-    def hopper(schedule: str, block_m: int, block_n: int, block_k: int, stages: int, **order: object) -> Config:
-        return _config(problem, schedule, block_m, block_n, block_k, stages, **order)
-
+    hopper = partial(_config, problem)
     small, flat = hopper(ONE_CONSUMER, 64, 64, 256, 6), hopper(ONE_CONSUMER, 64, 128, 128, 8)
     if in_blocks(problem) or problem.accumulation == "promoted":
         stages = 5 if in_blocks(problem) else 6
@@ -115,7 +118,7 @@ def _hopper(problem: Problem) -> list[Config]:
 def _blackwell(problem: Problem) -> list[Config]:
     """Return the configs of sm100 and sm103, of which none has run."""
     single = _config(problem, TENSOR_MEMORY, 128, 256, 128, 4)
-    pair = _config(problem, TENSOR_MEMORY, 128, 128, 128, 6, cluster="2x1")
+    pair = _config(problem, TENSOR_MEMORY, 128, 128, 128, 6)._replace(cluster="2x1")
     return [pair, single] if _waves(problem) > 2 else [single]
 
 

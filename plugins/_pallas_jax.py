@@ -67,18 +67,22 @@ def prepared(x: Array, recipe: ScalingRecipe, axis: int) -> Encoded:
 
 def _tile(config: names.Config) -> Any:
     """Return the kernel's own form of a config."""
-    order: dict[str, Any] = {"minor": config.minor, "group": config.group}
     if config.schedule == names.POINTERS:
         return pallas_triton_gemm.Config(config.block_m, config.block_n, config.block_k, config.stages)
     if config.schedule == names.TENSOR_MEMORY:
-        pair = bool(config.cluster)
-        return pallas_blackwell_gemm.Config(config.block_n, config.block_k, config.stages, collective=pair, **order)
+        return pallas_blackwell_gemm.Config(
+            *(config.block_n, config.block_k, config.stages),
+            collective=bool(config.cluster),
+            minor=config.minor,
+            group=config.group,
+        )
     return pallas_fp8_gemm.Config(
         *(config.block_m, config.block_n, config.block_k, config.stages),
         consumers=1 if config.schedule == names.ONE_CONSUMER else 2,
         pingpong=config.schedule == names.PINGPONG,
         cluster=_CLUSTERS[config.cluster],
-        **order,
+        minor=config.minor,
+        group=config.group,
     )
 
 
@@ -102,8 +106,8 @@ def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:
         options["programs"] = programs
     if config.schedule == names.TENSOR_MEMORY:
         return partial(pallas_blackwell_gemm.gemm, **options)
-    sums = {"promoted": problem.accumulation == "promoted", "blocks": names.in_blocks(problem)}
-    return partial(pallas_fp8_gemm.gemm, **options, **sums)
+    options |= {"promoted": problem.accumulation == "promoted", "blocks": names.in_blocks(problem)}
+    return partial(pallas_fp8_gemm.gemm, **options)
 
 
 def _encoder(problem: Problem, operand: Operand, side: str) -> Callable[[Any], Encoded]:

@@ -121,9 +121,36 @@ def _encoder(problem: Problem, operand: Operand, side: str) -> Callable[[Any], E
 def plan(problem: Problem, config: names.Config) -> Plan:
     """Return a jitted callable."""
     matrices = _matrices(problem, config)
-    product = matrices if math.prod(problem.batch) == 1 and not problem.batch else _batched(problem, matrices)
-    compiled: Plan = jax.jit(product)
+    compiled: Plan = jax.jit(_batched(problem, matrices) if problem.batch else _mapped(problem, matrices))
     return compiled
+
+
+def _mapped(problem: Problem, matrices: Callable[..., Array]) -> Callable[..., Array]:
+    """Return the product with a rule for vmap: rows of a that is mapped over are rows of one product.
+
+    Where more is mapped over, or a scale is for all rows of one a, products are run one after the other.
+    """
+    assert problem.recipe is not None
+    alike = problem.a.prepared or problem.a.encoded or problem.recipe.a.granularity == "tensor"
+    product = jax.custom_batching.custom_vmap(matrices)
+
+    @product.def_vmap  # type: ignore[untyped-decorator]
+    def rule(size: int, mapped: Any, a: Any, b: Any, bias: Array | None) -> tuple[Array, bool]:
+        flags = jax.tree.leaves(mapped)
+        if not alike and flags[0] and not any(flags[1:]) and (bias is None or math.prod(bias.shape[:-1]) == 1):
+            out = product(a.reshape(-1, a.shape[-1]), b, bias)
+            return out.reshape(size, -1, out.shape[-1]), True
+        leaves, tree = jax.tree.flatten((a, b, bias))
+
+        def one(parts: list[Array]) -> Array:
+            left = iter(parts)
+            whole = [next(left) if flag else leaf for flag, leaf in zip(flags, leaves, strict=True)]
+            return product(*tree.unflatten(whole))
+
+        return jax.lax.map(one, [leaf for flag, leaf in zip(flags, leaves, strict=True) if flag]), True
+
+    mappable: Callable[..., Array] = product
+    return mappable
 
 
 def _matrices(problem: Problem, config: names.Config) -> Callable[..., Array]:

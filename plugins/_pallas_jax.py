@@ -60,7 +60,9 @@ def _encode_scaled(x: ScaledArray, recipe: ScalingRecipe, multiple: tuple[int, i
 
 def prepared(x: Array, recipe: ScalingRecipe, axis: int) -> Encoded:
     """Return a matrix quantized once."""
-    interpret = next(iter(x.devices())).platform == "cpu"
+    traced = isinstance(x, jax.core.Tracer)
+    platform = jax.default_backend() if traced else next(iter(x.devices())).platform
+    interpret = platform == "cpu"
     make = jax.jit(partial(encode, recipe=recipe, axis=axis, interpret=interpret))
     return Encoded(*make(x))
 

@@ -322,6 +322,15 @@ class Products:
     def test_prepared_operands(self, prepare: str, recipe: str) -> None:
         self.check(self.normal(33, 144), self.normal(144, 49, seed=1), recipe, prepare=prepare)
 
+    def test_an_operand_is_prepared_under_a_trace_too(self) -> None:
+        import jax
+
+        recipe = ScalingRecipe.parse(ROW)
+        b = self.normal(144, 49)
+        found = jax.jit(lambda x: BACKEND.prepare(x, recipe, axis=-2))(b)
+        for one, other in zip(found, BACKEND.prepare(b, recipe, axis=-2), strict=True):
+            assert (np.asarray(one).view(np.uint8) == np.asarray(other).view(np.uint8)).all()
+
     @pytest.mark.parametrize("recipe", [TENSOR, ROW, BLOCKS])
     def test_scaled_arrays(self, recipe: str) -> None:
         pair = RecipePair.parse(recipe)

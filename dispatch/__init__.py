@@ -11,7 +11,6 @@ from dispatch._api import (
     stored,
     unregister,
 )
-from dispatch._arch import Arch
 from dispatch._backend import Backend, Capability, Plan, Rejection, closest
 from dispatch._decision import Decision, Verdict, decide
 from dispatch._errors import MixedArraysError, NoBackendError, NotLockedError, UnsupportedDtypeError
@@ -20,6 +19,7 @@ from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
 from dispatch._recipe import FORMATS, RecipePair, ScalingRecipe
 from dispatch.frameworks import framework, framework_of, installed, machine
+from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.operands import native
 from dispatch.policies.policy import Policy, PolicyError, current_policy, load_policy, use_policy
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._clock import Call
+from dispatch.frameworks.arch import Arch
 
 Array = Any
 """An array of the room's framework."""

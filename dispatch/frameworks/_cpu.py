@@ -7,7 +7,7 @@ import platform
 import re
 from pathlib import Path
 
-from dispatch._arch import Arch
+from dispatch.frameworks.arch import Arch
 
 
 @functools.cache

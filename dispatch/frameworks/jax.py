@@ -13,7 +13,6 @@ import numpy as np
 from jax.core import Tracer
 from numpy.typing import NDArray
 
-from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _jax_policy
@@ -22,6 +21,7 @@ from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
 from dispatch.frameworks._layout import WIDEST
+from dispatch.frameworks.arch import Arch
 
 Array = Any
 _SINGLE = jax.sharding.SingleDeviceSharding

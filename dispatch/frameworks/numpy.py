@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._base import Forms
@@ -18,6 +17,7 @@ from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._epilogue import activate
 from dispatch.frameworks._layout import layout_of
+from dispatch.frameworks.arch import Arch
 
 
 class NumpyRoom:

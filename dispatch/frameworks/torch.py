@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dispatch._arch import Arch
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
@@ -24,6 +23,7 @@ from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
 from dispatch.frameworks._torch_streams import waiting
+from dispatch.frameworks.arch import Arch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided

@@ -180,7 +180,7 @@ def engine() -> Engine:
     """Return the process's engine, made at first use."""
     global _engine
     if _engine is None:
-        _engine = Engine(Registry(), DecisionStore(), matmul)
+        _engine = Engine(Registry(), DecisionStore(), matmul, forget)
     return _engine
 
 
@@ -196,6 +196,7 @@ def stats() -> dict[str, Any]:
         "measured": own.counts["measured"],
         "remembered": own.counts["remembered"],
         "plans": len(_table),
+        "guard": dict(own.guard.counts),
         "quarantined": dict(own.quarantine),
         "faults": [f"{fault.name} of {fault.distribution}: {fault.reason}" for fault in own.registry.faults],
         "store": {"path": str(own.decisions.store.path), "state": own.decisions.store.state},

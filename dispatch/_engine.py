@@ -19,6 +19,7 @@ from dispatch.frameworks.operands import array_of, forming, native, undressing
 from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.ends import at_ends
+from dispatch.measuring.guard import Guard, unguardable
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
 from dispatch.policies.policy import Policy
 from dispatch.registry.registry import Registry
@@ -77,11 +78,18 @@ def _twin(problem: Problem, plan: Plan) -> bool:
 class Engine:
     """The registry, the store and what went wrong so far; everything but the table of known calls."""
 
-    def __init__(self, registry: Registry, store: DecisionStore, again: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        store: DecisionStore,
+        again: Callable[..., Any],
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
         self.registry = registry
         self.decisions = Decisions(store)
         self.counts: Counter[str] = Counter()
         self.quarantine: dict[str, str] = {}
+        self.guard = Guard(forget)
         self._again = again
         self._timings: dict[str, Timings] = {}
         self._measuring: set[tuple[int, str]] = set()  # by process: a forked child measures for itself
@@ -111,7 +119,7 @@ class Engine:
         if options.backend is not None and decision.baseline is None:
             return named(decision, decision.candidate if decision.candidate in case.able else case.able[0]), keep
         if options.backend in (None, decision.backend):
-            return decision, keep
+            return self.guard.noted(decision, options.scope, policy), keep
         raise NoBackendError(f"backend {options.backend!r} was asked for, but for {problem}: {decision.reason}")
 
     def _decided(self, case: _Case) -> tuple[Decision, bool]:
@@ -119,8 +127,9 @@ class Engine:
         if case.problem.empty or lone or not any(self._rival(case, x) for x in case.able):
             return case.decide({}), True
         keys = self._keys(case)
+        distrusted = self.guard.distrusts(case.problem, case.options.scope, case.policy)
         for key in keys:
-            if (known := self._known(key, case)) is not None:
+            if not distrusted and (known := self._known(key, case)) is not None:
                 return known, True
         if "traced" in case.problem.modes and case.policy.error.traced == "calibrated":
             case = case.unscaled()
@@ -133,7 +142,7 @@ class Engine:
         if off or case.call.unmeasurable or not self._enter(keys[-1]):
             return case.decide({}), off
         try:
-            known = self._known(keys[-1], case)  # another thread may have measured it meanwhile
+            known = None if distrusted else self._known(keys[-1], case)  # another thread may have measured it meanwhile
             return self._measured(case, keys[-1]) if known is None else (known, True)
         finally:
             self._measuring.discard((os.getpid(), keys[-1]))
@@ -225,6 +234,8 @@ class Engine:
             return self._again(a, b, policy=options.policy, scope=options.scope)
 
         serving = call.room.adapt(plan, None if call.plain else forms, problem, undressing(own), again)
+        policy = options.policy.for_problem(problem, options.scope)
+        serving = self.guard.watching(serving, undressing(own), call.room, decision, policy, options.scope)
         assert call.shapes is not None
         shape_a, shape_b = (tuple(array_of(x).shape) for x in (call.a, call.b))
         return reshaping(serving, shape_a, shape_b, call.shapes, call.room.xp)
@@ -271,7 +282,7 @@ class Engine:
             return broken(self.quarantine[name])
         if problem.empty and name != "bf16_fallback":
             return [Rejection("size", "zero", "something to multiply")]
-        return disallowed(name, policy)
+        return disallowed(name, policy) or (unguardable(problem, policy) if name != "bf16_fallback" else [])
 
     def _ask(self, backend: Backend, candidate: Candidate, problem: Problem, policy: Policy) -> list[Rejection]:
         reasons = unquantizable(candidate, problem, policy) if candidate.scaled else []

@@ -49,9 +49,16 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """How outputs are watched after tuning: `off`."""
+    """How outputs are watched after tuning.
+
+    mode: `off`, or `strict`: each is probed before it is returned. probe_every: with `off`, only every so many of a
+    problem's; 0 for none. cool_down_s: how long the framework's own product serves after a result was refused, before
+    the problem is measured again.
+    """
 
     mode: str
+    probe_every: int
+    cool_down_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Float64 = NDArray[np.float64]
 ROWS = 64  # sampled in all
 BATCHES = 4  # entries of a batch that they are taken from
+Rows = tuple[tuple[tuple[int, ...], NDArray[np.int64]], ...]
+"""Rows of a result: indices of batch entries, and for each which rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Truth:
     degenerate: the operands are constant or hold NaN or Inf, so that they say nothing of other data.
     """
 
-    rows: tuple[tuple[tuple[int, ...], NDArray[np.int64]], ...]
+    rows: Rows
     values: Float64
     rounding: Error
     degenerate: bool
@@ -43,17 +45,18 @@ class Truth:
             return np.concatenate([part.astype(np.float64) for part in parts])
 
 
-def truth(room: Framework, problem: Problem, a: Any, b: Any, bias: Any = None) -> Truth:
-    """Return the reference for sampled rows of a (*batch, m, k) by b (*batch, k, n), both decoded.
+def truth(room: Framework, problem: Problem, a: Any, b: Any, bias: Any = None, asked: Rows | None = None) -> Truth:
+    """Return the reference for some rows of a (*batch, m, k) by b (*batch, k, n), both decoded.
 
-    Always among them, for each sampled batch entry: the rows of a with the largest and the smallest maximum.
+    asked: which; else sampled ones, and always among them, for each sampled batch entry, the rows of a with the largest
+    and the smallest maximum.
     """
     rows, parts, flat = [], [], True
     extra = _bias_rows(room, problem, bias)
     entries = _batch_entries(problem.batch)
-    for index in entries:
+    sampled = ((x, _choose_rows(room, a[_own(x, a)], ROWS // len(entries))) for x in entries)
+    for index, chosen in asked or sampled:
         left, right = a[_own(index, a)], b[_own(index, b)]
-        chosen = _choose_rows(room, left, ROWS // len(entries))
         a_rows = left[room.asarray(chosen, left)]
         product = room.reference(a_rows, right)
         with np.errstate(all="ignore"):

@@ -13,7 +13,7 @@ from dispatch._decision import as_good, narrower
 from dispatch._measurement import BASELINE, METRICS, Candidate, Error, Measurement
 from dispatch._problem import Problem
 from dispatch.frameworks.operands import array_of, decode, decoded, native, stated
-from dispatch.measuring.error import Float64, Truth, compare, finite_fault, truth
+from dispatch.measuring.error import Rows, Truth, compare, finite_fault, truth
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 
@@ -73,12 +73,12 @@ def measure(
     """
     a, b, *bias = operands
     operands = (stated(room, a, problem.a.dtype), stated(room, b, problem.b.dtype), *bias)
-    base = _Baseline(room, problem, operands)
+    base = Baseline(room, problem, operands)
     errors, rounding, table.degenerate = _errors(base, entrants, operands, policy, table)
     data = "random" if table.degenerate or "traced" in problem.modes else "caller"
     if table.degenerate:  # says nothing of other data
         other = random_operands(room, problem, operands)
-        again, rounding, _ = _errors(_Baseline(room, problem, other), entrants, other, policy, table)
+        again, rounding, _ = _errors(Baseline(room, problem, other), entrants, other, policy, table)
         errors = {candidate: _worse(errors[candidate], error) for candidate, error in again.items()}
     able = [entrant for entrant in entrants if not table.out(entrant.candidate)]
     if not {BASELINE, *(e.candidate for e in able)} <= set(table.timings):
@@ -100,7 +100,7 @@ def measure(
 
 
 def _timed(
-    base: _Baseline,
+    base: Baseline,
     able: list[Entrant],
     operands: Operands,
     gates: dict[Candidate, float],
@@ -154,7 +154,7 @@ def _gate(
     return policy.gate.min_speedup_lossless if lossless else policy.gate.min_speedup
 
 
-class _Baseline:
+class Baseline:
     """The framework's own product on decoded operands, which are decoded once, outside of any timing."""
 
     def __init__(self, room: Framework, problem: Problem, operands: Operands) -> None:
@@ -166,19 +166,25 @@ class _Baseline:
         self.operands: Operands = (decode(room, a, plain.a.dtype), decode(room, b, plain.b.dtype), *bias)
         self._given = (a, b)
 
-    def truth(self) -> tuple[Truth, Float64]:
-        """Return the reference, and the baseline's own values at the same rows."""
+    @property
+    def exact(self) -> Operands:
+        """a and b as exactly as they are known: in float32 what a ScaledArray holds."""
         given = zip(self._given, self.operands, strict=False)
-        exact = [x.dequantize("float32") if isinstance(x, ScaledArray) else own for x, own in given]
-        reference = truth(self.room, self.problem, *exact, *self.operands[2:])
-        return reference, reference.sampled(self.room, self.call(*self.operands))
+        return tuple(x.dequantize("float32") if isinstance(x, ScaledArray) else own for x, own in given)
+
+    def truth(self, rows: Rows | None = None) -> Truth:
+        """Return the reference, for these rows or for a sample."""
+        a, b = self.exact
+        bias = self.operands[2] if len(self.operands) > 2 else None
+        return truth(self.room, self.problem, a, b, bias, rows)
 
 
 def _errors(
-    base: _Baseline, entrants: Sequence[Entrant], operands: Operands, policy: Policy, table: Table
+    base: Baseline, entrants: Sequence[Entrant], operands: Operands, policy: Policy, table: Table
 ) -> tuple[dict[Candidate, Error], Error, bool]:
     """Return every error by candidate, BASELINE's too, that of rounding, and whether the data are degenerate."""
-    reference, own = base.truth()
+    reference = base.truth()
+    own = reference.sampled(base.room, base.call(*base.operands))
     errors = {BASELINE: compare(own, reference.values, own)}
     end = time.monotonic() + policy.tuning.compile_ms / 1e3
     for entrant in entrants:

@@ -155,6 +155,19 @@ class TestEstimates:
         problem = Problem(m, 30, 64, Operand("float32"), Operand("float32"), "float32", "numpy", "cpu")
         assert beyond(ROOM, problem, -(a @ b), (a, b), "similarity_loss", 0.005, 1) == pytest.approx(2.0)
 
+    def test_rows_that_are_all_near_the_limit_are_all_looked_at(self):
+        m, n, k = 5 * LOOKED_AT, 200, 8
+        rng = np.random.default_rng(0)
+        a, b = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
+        wrong = rng.standard_normal((m, n)).astype(np.float32)
+        share = 0.095 * np.linalg.norm(a @ b, axis=1) / np.linalg.norm(wrong, axis=1)
+        share[77] *= 1.1
+        problem = Problem(m, n, k, Operand("float32"), Operand("float32"), "float32", "numpy", "cpu")
+        out = a @ b + wrong * share[:, None]
+        for seed in range(10):
+            assert beyond(ROOM, problem, out, (a, b), "relative_l2", 0.1, seed) == pytest.approx(0.1045, rel=1e-3)
+            assert beyond(ROOM, problem, out, (a, b), "relative_l2", 0.105, seed) is None
+
     @pytest.mark.parametrize("below", [1 / 3, 1 / 2, 2])
     def test_estimates_are_distributed_as_the_docs_say(self, below):
         """Of rows of the same error the share whose estimate is below a fraction of it: F with 32 and 32 degrees."""

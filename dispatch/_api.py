@@ -9,8 +9,7 @@ from typing import Any
 
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
-from dispatch._errors import NoBackendError
-from dispatch.frameworks.compiled import traced
+from dispatch.frameworks.compiled import NOT_OURS, interpreted, traced
 from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, check_alive, describe, is_callers, own_product, refused, request
 from dispatch.measuring.session import is_out_of_memory
@@ -19,7 +18,6 @@ from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
 from dispatch.remembering import DecisionStore, KnownCalls
 
-NOT_OURS = "a transform, a compiler, a subclass, several devices or a weak type has a say in the call"
 FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
 _table = KnownCalls()
 _young = _table.young
@@ -99,13 +97,16 @@ def explain(
     return engine().decision(call, problem, options)[0]
 
 
+def again(a: Any, b: Any, op: str, policy: Policy, scope: str | None) -> Any:
+    """Return a @ b for a backward pass: op is `dgrad` or `wgrad`, or `matmul` for a product made anew."""
+    return _call(request(a, b, None, None, None, op), Options(policy, None, scope))
+
+
 def _call(call: Request, options: Options) -> Any:
     """Serve a call that the table did not."""
     key = _key(call, options)
     if key is None:
-        if options.backend not in (None, *FRAMEWORKS_OWN):
-            raise NoBackendError(f"backend {options.backend!r} was asked for, but {NOT_OURS}: only the own product can")
-        return own_product(call)(*call.operands)
+        return interpreted(call, options.policy, options.backend, options.scope)
     plan = _young.get(key) or _table.find(key)
     while True:
         backend = _served.get(key)
@@ -135,11 +136,11 @@ def _key(call: Request, options: Options) -> Hashable | None:
     bias = call.bias is not None and call.room.key(call.bias, call.bias)
     if own is None or bias is None:
         return None
-    plain = call.bias is call.activation is call.out_dtype is options.backend is options.scope is None
+    plain = call.bias is call.activation is call.out_dtype is options.backend is options.scope is call.op is None
     if plain and options.policy is current_policy() and (call.plain or call.weighted):  # as matmul itself makes it
         return own if call.plain else call.room.key(call.a, call.b.array, (_active(),))
     facts = tuple(_facts(x) for x in (call.a, call.b))
-    return own, facts, bias, call.activation, call.out_dtype, options.backend, options.scope, options.policy
+    return own, facts, bias, call.activation, call.out_dtype, call.op, options.backend, options.scope, options.policy
 
 
 def _facts(operand: Any) -> Hashable:
@@ -180,7 +181,7 @@ def engine() -> Engine:
     """Return the process's engine, made at first use."""
     global _engine
     if _engine is None:
-        _engine = Engine(Registry(), DecisionStore(), matmul, forget)
+        _engine = Engine(Registry(), DecisionStore(), again, forget)
     return _engine
 
 

@@ -230,8 +230,8 @@ class Engine:
         if call.plain and plan is own:
             return own  # the framework's own function, with nothing around it
 
-        def again(a: Any, b: Any) -> Any:
-            return self._again(a, b, policy=options.policy, scope=options.scope)
+        def again(a: Any, b: Any, op: str) -> Any:
+            return self._again(a, b, op, options.policy, options.scope)
 
         serving = call.room.adapt(plan, None if call.plain else forms, problem, undressing(own), again)
         policy = options.policy.for_problem(problem, options.scope)

@@ -18,6 +18,9 @@ Array = Any
 Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """From a call's operands to those that a plan takes: a prepared operand gives its form."""
 
+Again = Callable[[Array, Array, str], Array]
+"""A dispatched product for a backward pass: its problem's op is `dgrad`, `wgrad`, or `matmul` for one made anew."""
+
 
 class Stopwatch(Protocol):
     """Times calls on one device; see `Framework.stopwatch`."""
@@ -111,12 +114,12 @@ class Framework(Protocol):
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
         """Return activation(product + bias) computed in float32 (float64 for float64), rounded once to out_dtype."""
 
-    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Again) -> Plan:
         """Return `plan` for calls by this framework's rules: autograd, autocast, transforms, jit.
 
         forms: where an operand is a ScaledArray or a PreparedOperand, makes them into what the plan takes.
-        native: the baseline for the same operands, decoded where need be. again(a, b): a dispatched product, for a
-        backward pass.
+        native: the baseline for the same operands, decoded where need be. again: a dispatched product, for a backward
+        pass.
         """
 
     # Measuring

@@ -1,4 +1,4 @@
-"""A plan under torch's autograd: the backward pass is two dispatched products of their own."""
+"""A plan under torch's autograd, and the backward pass: dgrad and wgrad, dispatched products of their own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from dispatch._backend import Plan
 from dispatch._problem import Problem
-from dispatch.frameworks._torch_product import activate
+from dispatch.frameworks._base import Again
+from dispatch.frameworks._torch_product import derivative
 
 
-def differentiable(plan: Plan, problem: Problem, again: Plan) -> Plan:
+def differentiable(plan: Plan, problem: Problem, again: Again) -> Plan:
     """Return `plan` with gradients: dgrad and wgrad are products by `again`, each with its own decision."""
 
     def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
@@ -20,6 +21,81 @@ def differentiable(plan: Plan, problem: Problem, again: Plan) -> Plan:
         return out
 
     return product
+
+
+def gradients(
+    grad: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    bias: Tensor | None,
+    like: tuple[tuple[torch.Size, torch.dtype] | None, ...],
+    activation: str | None,
+    again: Again,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of a, b and bias for activation(a @ b + bias) with the gradient `grad`.
+
+    a is needed for b's gradient, b for a's, and both and the bias where there is an activation: the product is then
+    made anew. like: shape and dtype of each operand that has a gradient, else None. Shapes are those of torch.matmul.
+    """
+    if activation is not None:
+        assert a is not None
+        assert b is not None
+        before = again(a, b, "matmul").to(wide(a))
+        before = before if bias is None else before + bias.to(before.dtype)
+        grad = derivative(grad.to(before.dtype), before, activation)
+    like_a, like_b, like_bias = like
+    grad_a = None if like_a is None or b is None else _dgrad(grad, b, like_a, again)
+    grad_b = None if like_b is None or a is None else _wgrad(a, grad, like_b, again)
+    return grad_a, grad_b, None if like_bias is None else _as_large(grad, *like_bias)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype that sums and activations are computed in."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _dgrad(grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again: Again) -> Tensor:
+    shape, dtype = like
+    columns, rows = _matrix(b, 1), len(shape) == 1
+    grad = _grad_matrix(grad, rows, b.dim() == 1)
+    if columns.dim() == 2 and grad.dim() > 2:  # many rows are one product
+        grad = grad.flatten(0, -2)
+        return _widest(grad, columns.mT, "dgrad", again).reshape(shape).to(dtype)
+    out = _widest(grad, columns.mT, "dgrad", again)
+    return _as_large(out, (1, *shape) if rows else shape, dtype).reshape(shape)
+
+
+def _wgrad(a: Tensor, grad: Tensor, like: tuple[torch.Size, torch.dtype], again: Again) -> Tensor:
+    shape, dtype = like
+    rows, column = _matrix(a, 0), len(shape) == 1
+    grad = _grad_matrix(grad, a.dim() == 1, column)
+    if len(shape) < 3 and rows.dim() > 2:  # the tokens of every batch entry are k
+        rows, grad = rows.flatten(0, -2), grad.flatten(0, -2)
+    out = _widest(rows.mT, grad, "wgrad", again)
+    return _as_large(out, (*shape, 1) if column else shape, dtype).reshape(shape)
+
+
+def _matrix(x: Tensor, side: int) -> Tensor:
+    return x.unsqueeze(side) if x.dim() == 1 else x
+
+
+def _grad_matrix(grad: Tensor, row: bool, column: bool) -> Tensor:
+    """Return the gradient of the product of matrices that a and b, vectors maybe, stand for."""
+    grad = grad.unsqueeze(-1) if column else grad
+    return grad.unsqueeze(-2) if row else grad
+
+
+def _widest(a: Tensor, b: Tensor, op: str, again: Again) -> Tensor:
+    """Return a dispatched product in the wider of two dtypes: a gradient in float32 may not fit into float16."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return again(a.to(dtype), b.to(dtype), op)
+
+
+def _as_large(grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return `grad` summed over the dimensions that an operand of this shape was broadcast along, in its dtype."""
+    if tuple(grad.shape) != tuple(shape):
+        grad = grad.to(wide(grad)).sum_to_size(shape)
+    return grad.to(dtype)
 
 
 def _array(operand: Any) -> Any:
@@ -40,52 +116,19 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         need_a, need_b = ctx.needs_input_grad[:2]
         every = activation is not None  # the product is made anew
         ctx.save_for_backward(a if need_b or every else None, b if need_a or every else None, bias if every else None)
-        ctx.like = tuple(None if x is None else (x.shape, x.dtype) for x in (a, b, bias))
+        ctx.like = likes(ctx, a, b, bias)
         ctx.scaled = (None if a is not None else given_a, None if b is not None else given_b)
         ctx.activation, ctx.again = activation, again
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, bias = ctx.saved_tensors
-        need_a, need_b, need_bias, _ = ctx.needs_input_grad
         a = ctx.scaled[0].dequantize() if ctx.scaled[0] is not None else a
         b = ctx.scaled[1].dequantize() if ctx.scaled[1] is not None else b
-        if ctx.activation is not None:
-            grad = _through_activation(ctx, grad, a, b, bias)
-        like_a, like_b, like_bias = ctx.like
-        grad_a = _unbroadcast(_product(ctx, grad, b.mT), like_a) if need_a else None
-        grad_b = _unbroadcast(_product(ctx, a.mT, grad), like_b) if need_b else None
-        grad_bias = _unbroadcast(grad.to(_wide(grad)), like_bias) if need_bias else None
-        return grad_a, grad_b, grad_bias, None
+        return *gradients(grad, a, b, bias, ctx.like, ctx.activation, ctx.again), None
 
 
-def _product(ctx: Any, a: Tensor, b: Tensor) -> Any:
-    """Return a dispatched product in the wider of two dtypes: a gradient in float32 may not fit into float16."""
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return ctx.again(a.to(dtype), b.to(dtype))
-
-
-def _through_activation(ctx: Any, grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the gradient before the activation, from the product made anew in float32 or wider."""
-    create = torch.is_grad_enabled()
-    with torch.enable_grad():
-        before = ctx.again(a, b).to(_wide(a))
-        before = before if bias is None else before + bias.to(before.dtype)
-        before = before if before.requires_grad else before.requires_grad_()
-        after = activate(before, ctx.activation)
-        (out,) = torch.autograd.grad(after, before, grad.to(after.dtype), create_graph=create)
-    return out
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
-def _unbroadcast(grad: Tensor, like: tuple[torch.Size, torch.dtype]) -> Tensor:
-    """Return `grad` summed over the dimensions that an operand of this shape was broadcast along, in its dtype."""
-    shape, dtype = like
-    extra = grad.dim() - len(shape)
-    dims = [i for i in range(grad.dim()) if i < extra or (shape[i - extra] == 1 and grad.shape[i] != 1)]
-    if dims:
-        grad = grad.to(_wide(grad)).sum(dims, keepdim=True)
-    return grad.reshape(shape).to(dtype)
+def likes(ctx: Any, *operands: Tensor | None) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:
+    """Return shape and dtype of each of the first operands that needs a gradient."""
+    needs = zip(operands, ctx.needs_input_grad, strict=False)
+    return tuple((x.shape, x.dtype) if x is not None and need else None for x, need in needs)

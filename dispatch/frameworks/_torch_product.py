@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dispatch._problem import ACTIVATIONS, FP8_DTYPES
+from dispatch._problem import FP8_DTYPES
 
 _FP8 = tuple(getattr(torch, name) for name in FP8_DTYPES)
 _WIDE = (torch.float32, torch.float64)
@@ -24,6 +24,18 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
         out = functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
         return torch.where(x == math.inf, x, out) if x.device.type == "cpu" else out  # oneDNN's gives NaN for Inf
     return functional.relu(x) if activation == "relu" else functional.silu(x)
+
+
+def derivative(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """Return grad times the derivative of the activation at x, in terms that can be differentiated again."""
+    own = torch.ops.aten
+    if activation in ("gelu", "gelu_tanh"):
+        out = own.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return torch.where(x == math.inf, grad, out) if x.device.type == "cpu" else out  # as in activate
+    if activation == "relu":
+        return own.threshold_backward(grad, x, 0)
+    share = torch.sigmoid(x)  # torch's own silu_backward has no derivative
+    return grad * share * (1 + x * (1 - share))
 
 
 def autocasting(x: Tensor) -> bool:
@@ -42,6 +54,18 @@ def effective(x: Tensor) -> torch.dtype:
     if autocasting(x) and x.is_floating_point() and x.dtype is not torch.float64 and x.element_size() > 1:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def decoded_dtype(own: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return what torch multiplies an operand of dtype `own` in: see operands.decoded_dtype."""
+    if own not in _FP8 or not other.is_floating_point:
+        return own
+    return torch.bfloat16 if other in _FP8 else other
+
+
+def decoded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both operands as torch can multiply them."""
+    return a.to(decoded_dtype(a.dtype, b.dtype)), b.to(decoded_dtype(b.dtype, a.dtype))
 
 
 def product(
@@ -73,28 +97,6 @@ def epilogue(value: Tensor, bias: Tensor | None, activation: str | None, out: to
         value = value.to(wide)
         value = value if bias is None else value + bias.to(wide).expand(value.shape)
         return activate(value, activation).to(out)
-
-
-def traced(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any, backend: str | None) -> Any:
-    """Return the product as Dynamo traces it; it breaks the graph at what is not torch's own, or is wrong."""
-    tensors = isinstance(a, Tensor) and isinstance(b, Tensor) and (bias is None or isinstance(bias, Tensor))
-    if not tensors or backend is not None or activation not in (None, *ACTIVATIONS):
-        torch._dynamo.graph_break("dispatch.matmul with backend=, or operands that are no tensors")
-    if a.dtype in _FP8 or b.dtype in _FP8:
-        first, second = (_decoded(x.dtype, other.dtype) for x, other in ((a, b), (b, a)))
-        a, b = a.to(first), b.to(second)
-    own = effective(a)
-    out = getattr(torch, out_dtype) if isinstance(out_dtype, str) else out_dtype or own
-    if bias is None and activation is None and out is own:
-        return torch.matmul(a, b)
-    return product(a, b, bias, activation, own, out)
-
-
-def _decoded(own: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return what an FP8 operand is decoded to: see operands.decoded_dtype."""
-    if own not in _FP8 or not other.is_floating_point:
-        return own
-    return torch.bfloat16 if other in _FP8 else other
 
 
 def _mm_to_float32(a: Tensor, b: Tensor) -> Tensor:

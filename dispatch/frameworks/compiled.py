@@ -1,8 +1,20 @@
-"""dispatch.matmul inside torch.compile: torch's own product, reached at once."""
+"""Calls that something else interprets: a compiler or an export gets torch's opaque op, the rest the own product."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from dispatch._errors import NoBackendError
+from dispatch.frameworks.request import Request, own_product
+from dispatch.policies.policy import Policy, _policy_contexts, current_policy, use_policy
+
+NOT_OURS = "a transform, a compiler, a subclass, several devices or a weak type has a say in the call"
+_NO_POLICY = (
+    "dispatch.use_policy cannot be entered in a function that is compiled or exported, which reads the policy when it "
+    "runs: enter it around the call, or name the policy in the product, dispatch.matmul(a, b, policy='strict')"
+)
 
 
 def traced(
@@ -17,6 +29,40 @@ def traced(
     scope: str | None = None,
 ) -> Any:
     """Return the product; Dynamo traces this in place of dispatch.matmul, whose table and policy it cannot."""
-    from dispatch.frameworks import _torch_product
+    from dispatch.frameworks import _torch_trace
 
-    return _torch_product.traced(a, b, bias, activation, out_dtype, backend)
+    return _torch_trace.traced(a, b, bias, activation, out_dtype, policy, backend, scope)
+
+
+def interpreted(call: Request, policy: Policy, backend: str | None, scope: str | None) -> Any:
+    """Return the product of a call without a key: torch's opaque op while it exports, else the framework's own.
+
+    Raises NoBackendError where a plugin's was asked for.
+    """
+    if call.room.name == "torch" and sys.modules["torch"].compiler.is_exporting():
+        from dispatch.frameworks import _torch_trace
+
+        return _torch_trace.exported(call, None if policy == current_policy() else policy, backend, scope)
+    if backend not in (None, "baseline", "bf16_fallback"):
+        raise NoBackendError(f"backend {backend!r} was asked for, but {NOT_OURS}: only the own product can")
+    return own_product(call)(*call.operands)
+
+
+def _policy_in_trace(*_: Any, **__: Any) -> Any:
+    """Break Dynamo's graph; an error where it may not be broken."""
+    from dispatch.frameworks import _torch_trace
+
+    _torch_trace.broken(_NO_POLICY)
+
+
+def _outside_of_export(policy: Policy) -> AbstractContextManager[None]:
+    """Raise RuntimeError while torch exports: what is exported reads the policy when it runs."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    if compiler is not None and compiler.is_exporting():
+        raise RuntimeError(_NO_POLICY)
+    return nullcontext()
+
+
+use_policy.__init__._torchdynamo_inline = _policy_in_trace  # type: ignore[attr-defined]
+use_policy.__enter__._torchdynamo_inline = _policy_in_trace  # type: ignore[attr-defined]
+_policy_contexts.append(_outside_of_export)

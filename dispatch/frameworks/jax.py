@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _jax_policy
-from dispatch.frameworks._base import Forms
+from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
@@ -149,7 +149,7 @@ class JaxRoom:
         value = value if bias is None else value + bias.astype(wide)
         return _activate(value, problem.activation).astype(problem.out_dtype)
 
-    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Again) -> Plan:
         """Return `plan` compiled once, with the native product's derivatives."""
         return _differentiable(plan, forms, native)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
-from dispatch.frameworks._base import Forms
+from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._epilogue import activate
@@ -143,7 +143,7 @@ class NumpyRoom:
             value = value if bias is None else value + np.asarray(bias).astype(wide)
             return activate(value, problem.activation).astype(out, copy=False)
 
-    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Again) -> Plan:
         """Return the plan: NumPy adds nothing to a call."""
         from dispatch.frameworks.operands import formed
 

@@ -16,7 +16,10 @@ from dispatch.quantization import PreparedOperand, ScaledArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One call's arguments, its room and the shapes that a plan will see (None: they do not multiply)."""
+    """One call's arguments, its room and the shapes that a plan will see (None: they do not multiply).
+
+    op: `dgrad` or `wgrad` in a backward pass, None for `matmul`.
+    """
 
     room: Framework
     a: Any
@@ -25,6 +28,7 @@ class Request:
     activation: str | None
     out_dtype: Any
     shapes: Shapes | None
+    op: str | None = None
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -47,7 +51,7 @@ class Request:
         return self.room.measurable(array_of(self.a)) or self.room.measurable(array_of(self.b))
 
 
-def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -> Request:
+def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any, op: str | None = None) -> Request:
     """Return the checked arguments.
 
     Raises TypeError for what is no array, arrays that do not belong together or a bad out_dtype, and ValueError for an
@@ -61,7 +65,7 @@ def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any) -
     shapes = Shapes.of(shape_a, shape_b, fold=not isinstance(a, ScaledArray | PreparedOperand))
     if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it has to broadcast to the result's, {shapes.out}")
-    return Request(room, a, b, bias, activation, out_dtype, shapes)
+    return Request(room, a, b, bias, activation, out_dtype, shapes, None if op == "matmul" else op)
 
 
 def describe(call: Request) -> Problem | None:
@@ -93,6 +97,7 @@ def describe(call: Request) -> Problem | None:
         modes=room.modes(
             *(x.scale for x in (call.a, call.b) if isinstance(x, ScaledArray)), *map(array_of, call.operands)
         ),
+        op=call.op or "matmul",
     )
 
 

@@ -16,7 +16,7 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks import _torch_product as own_product
-from dispatch.frameworks._base import Forms
+from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call, WallClock
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
@@ -173,7 +173,7 @@ class TorchRoom:
         """Return activation(product + bias), computed in float32 or wider."""
         return own_product.epilogue(product, bias, problem.activation, self.dtype(problem.out_dtype))
 
-    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Plan) -> Plan:
+    def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Again) -> Plan:
         """Return `plan` under autograd and autocast."""
         from dispatch.frameworks.operands import formed
 

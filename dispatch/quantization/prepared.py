@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from dispatch.frameworks import NAMES, Framework, framework, framework_of
 from dispatch.quantization.scaled_array import ScaledArray
@@ -39,12 +41,14 @@ class PreparedOperand:
     function closes over is quantized once, and so is a ScaledArray, which is quantized when it is made.
     """
 
-    __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_room")
+    __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_number", "_room")
 
     def __init__(self, array: Any) -> None:
         self._hold(_room(array), array)
         if self._room.name == "jax":
             _register_pytree()
+        self._number = next(_numbers)
+        _living[self._number] = self
 
     def _hold(self, room: Framework, array: Any) -> None:
         self._room = room
@@ -57,6 +61,11 @@ class PreparedOperand:
     def array(self) -> Any:
         """The array itself."""
         return self._array
+
+    @property
+    def number(self) -> int:
+        """A number by which `living` finds this very one in this process: what a compiled graph can hold of it."""
+        return self._number
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,6 +125,15 @@ class PreparedOperand:
 
     def __repr__(self) -> str:
         return f"PreparedOperand({self._room.name}, {self.dtype}, shape={self.shape}, forms={len(self._forms)})"
+
+
+_numbers = itertools.count()
+_living: WeakValueDictionary[int, PreparedOperand] = WeakValueDictionary()
+
+
+def living(number: int) -> PreparedOperand | None:
+    """Return the prepared operand of that number, or None if there is none any more."""
+    return _living.get(number)
 
 
 def prepare(b: Any) -> PreparedOperand:

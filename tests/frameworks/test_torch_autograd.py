@@ -1,4 +1,4 @@
-"""torch's autograd, autocast, transforms and compiler around a product, natively and with a plan that won."""
+"""torch's autograd, autocast and transforms around a product, natively and with a plan that won."""
 
 from __future__ import annotations
 
@@ -247,61 +247,3 @@ class TestTransforms:
 
 def _hessian(a: Any, b: Any) -> Any:
     return torch.func.hessian(lambda x: (x @ b).square().sum())(a)
-
-
-class TestCompile:
-    """Inside a compiled function the product is torch's own, in one graph."""
-
-    @pytest.fixture(autouse=True)
-    def fresh(self) -> Any:
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
-    @pytest.mark.parametrize("dynamic", [None, True])
-    def test_fullgraph(self, serving: Any, dynamic: bool | None) -> None:
-        a, b = tensor((3, 4), 0, torch.float32), tensor((4, 5), 1, torch.float32)
-        compiled = torch.compile(
-            lambda x, y: dispatch.matmul(x, y) + 1, fullgraph=True, backend="eager", dynamic=dynamic
-        )
-        with serving():
-            dispatch.matmul(a, b)  # a known call
-            same(gradients(compiled, [a, b]), gradients(lambda x, y: torch.matmul(x, y) + 1, [a, b]))
-            longer = tensor((7, 4), 0, torch.float32)
-            same(compiled(longer, b), longer @ b + 1)
-            with torch.no_grad():
-                same(compiled(a, b), a @ b + 1)
-
-    @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-    def test_epilogues(self, serving: Any, activation: str | None) -> None:
-        operands = [tensor((3, 4), 0, torch.float32), tensor((4, 5), 1, torch.float32), tensor((5,), 2, torch.float32)]
-
-        def product(a: Any, b: Any, c: Any) -> Any:
-            return dispatch.matmul(a, b, bias=c, activation=activation, out_dtype=torch.float64)
-
-        with serving():
-            found = gradients(torch.compile(product, fullgraph=True, backend="eager"), operands)
-        same(
-            found,
-            gradients(lambda a, b, c: ACTIVATE[activation](a.double() @ b.double() + c), operands),
-            rtol=1e-5,
-            atol=1e-5,
-        )
-
-    def test_named_policies_scopes_and_vectors(self, serving: Any) -> None:
-        a, b = torch.ones(3, 4), torch.ones(4)
-
-        def product(x: Any, y: Any) -> Any:
-            return dispatch.matmul(x, y, scope="head", policy="native")
-
-        with serving():
-            same(torch.compile(product, fullgraph=True, backend="eager")(a, b), a @ b)
-
-    def test_export(self, serving: Any) -> None:
-        class Module(torch.nn.Module):
-            def forward(self, x: Any, y: Any) -> Any:
-                return dispatch.matmul(x, y)
-
-        a, b = torch.ones(3, 4), torch.ones(4, 5)
-        with serving():
-            same(torch.export.export(Module(), (a, b)).module()(a, b), a @ b)

@@ -1,0 +1,177 @@
+"""The product as one op of torch.library, for graphs: torch.compile, torch.export and packages made of that.
+
+What runs is dispatch.matmul, with the policy in force when it runs. Eager calls never come here: the op would cost them
+tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dispatch._api import again, matmul
+from dispatch._recipe import ScalingRecipe
+from dispatch.frameworks import _torch_autograd as autograd
+from dispatch.frameworks._torch_product import decoded, without_autocast
+from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
+from dispatch.quantization import ScaledArray
+from dispatch.quantization.prepared import living
+
+NAME = "gemm_dispatch::matmul"
+_SCHEMA = (
+    "(Tensor a, Tensor b, Tensor? bias=None, Tensor? scale_a=None, Tensor? scale_b=None, *, str? form_a=None, "
+    "str? form_b=None, SymInt? prepared_a=None, SymInt? prepared_b=None, str? activation=None, "
+    "ScalarType? out_dtype=None, str? policy=None, str? backend=None, str? scope=None, str op='matmul') -> Tensor"
+)
+_TENSORS = 5  # the first of its arguments
+_library = torch.library.Library("gemm_dispatch", "DEF")
+_library.define(f"matmul{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+OP = torch.ops.gemm_dispatch.matmul
+
+
+def form(x: ScaledArray) -> str:
+    """Return all of a ScaledArray that is no tensor, as the op's form_a and form_b; Dynamo takes no f-string here."""
+    return ",".join((str(x.recipe), str(x.axis), x.dtype))
+
+
+def _operand(x: Tensor, scale: Tensor | None, form: str | None, prepared: int | None) -> Any:
+    """Return an operand as dispatch.matmul takes it: of a prepared one, that one and its forms if it still lives."""
+    if scale is not None and form is not None:
+        recipe, axis, dtype = form.split(",")
+        return ScaledArray(x, scale, _recipe(recipe), int(axis), dtype)
+    found = None if prepared is None else living(prepared)
+    return x if found is None or not _same(found.array, x) else found
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return bool(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.shape == y.shape)
+
+
+def _run(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    form_a: str | None = None,
+    form_b: str | None = None,
+    prepared_a: int | None = None,
+    prepared_b: int | None = None,
+    policy: str | None = None,
+    scope: str | None = None,
+    op: str = "matmul",
+    **rest: Any,
+) -> Tensor:
+    """Return dispatch.matmul's product, contiguous as the fake one is; gradients and autocast are around the op."""
+    x, y = _operand(a, scale_a, form_a, prepared_a), _operand(b, scale_b, form_b, prepared_b)
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), without_autocast(a):
+        chosen = _policy(policy)
+        if op == "matmul":
+            return matmul(x, y, bias=bias, policy=chosen, scope=scope, **rest).contiguous()
+        return again(x, y, op, chosen or current_policy(), scope).contiguous()
+
+
+def _policy(name: str | None) -> Policy | None:
+    """Return the policy of that name, or the one around backward() if this is a thread of autograd's, or None."""
+    if name is not None:
+        return _loaded(name)
+    if _in_force.get() is None and torch._C._is_key_in_tls("context"):
+        context = torch._C._get_obj_in_tls("context")
+        return None if context is None else context.get(_in_force)
+    return None
+
+
+_loaded = lru_cache(64)(load_policy)
+_recipe = lru_cache(64)(ScalingRecipe.parse)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *_: Any,
+    form_a: str | None = None,
+    form_b: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    **__: Any,
+) -> Tensor:
+    """Return a tensor without values as _run would; shapes and errors are those of torch's own product."""
+    out = torch.matmul(*decoded(_stated(a, form_a), _stated(b, form_b)))
+    if bias is not None:
+        bias.expand(out.shape)
+    return out.new_empty(out.shape, dtype=out_dtype or out.dtype)
+
+
+def _stated(x: Tensor, form: str | None) -> Tensor:
+    return x if form is None else x.to(getattr(torch, form.rpartition(",")[2]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    a, b, bias, *scales = inputs
+    need_a, need_b = ctx.needs_input_grad[:2]
+    every = keyword_only_inputs["activation"] is not None
+    kept = (need_b or every, need_a or every, every, need_b or every, need_a or every)
+    ctx.save_for_backward(*(x if keep else None for x, keep in zip((a, b, bias, *scales), kept, strict=True)))
+    ctx.like = autograd.likes(ctx, a, b, bias)
+    ctx.given = keyword_only_inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, bias, *scales = ctx.saved_tensors
+    a, b = (
+        x if x is None or scale is None else _operand(x, scale, ctx.given[form], None).dequantize()
+        for x, scale, form in zip((a, b), scales, ("form_a", "form_b"), strict=True)
+    )
+
+    def product(x: Tensor, y: Tensor, op: str) -> Any:
+        return OP(x, y, policy=ctx.given["policy"], scope=ctx.given["scope"], op=op)
+
+    return *autograd.gradients(grad, a, b, bias, ctx.like, ctx.given["activation"], product), None, None
+
+
+def _batched(info: Any, in_dims: tuple[int | None, ...], *tensors: Any, **rest: Any) -> tuple[Tensor, int]:
+    """Return the products over a new leading dimension of whichever operands have one."""
+    given = tensors + (None,) * (_TENSORS - len(tensors))
+    dims = in_dims + (None,) * (_TENSORS - len(in_dims))
+    (a, b, bias, *scales), (dim_a, dim_b, dim_bias, *_) = given, dims
+    if any(scale is not None for scale in scales):
+        raise NotImplementedError("vmap of dispatch.matmul over a ScaledArray: map over its dequantize()")
+    ranks = a.dim() - (dim_a is not None), b.dim() - (dim_b is not None)
+    row, column = ranks[0] == 1, ranks[1] == 1
+    if dim_a is None and dim_b is None:  # the bias alone is mapped
+        a, dim_a = a.expand(info.batch_size, *a.shape), 0
+    rank = max(2, *ranks)
+    a = _leading(a, dim_a, (-2,) if row else (), rank)
+    b = _leading(b, dim_b, (-1,) if column else (), rank)
+    if bias is not None:
+        bias = _leading(bias, dim_bias, ((-1,) if column else ()) + ((-2,) if row else ()), rank)
+    out = OP(a, b, bias, **{**rest, "prepared_a": None, "prepared_b": None})
+    out = out.squeeze(-1) if column else out
+    return (out.squeeze(-1 if column else -2) if row else out), 0
+
+
+def _leading(x: Tensor, dim: int | None, new: tuple[int, ...], rank: int) -> Tensor:
+    """Return x with the mapped dimension in front, dimensions of one at `new`, and `rank` others where it is mapped."""
+    x = x if dim is None else x.movedim(dim, 0)
+    for place in new:
+        x = x.unsqueeze(place) if x.dim() > (dim is not None) or place == -1 else x
+    return x if dim is None else x.reshape(x.shape[0], *(1,) * (rank + 1 - x.dim()), *x.shape[1:])
+
+
+@register_flop_formula(OP)  # type: ignore[untyped-decorator]
+def _flops(a_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Return 2 k for each element of the result."""
+    return int(2 * a_shape[-1] * math.prod(out_shape))
+
+
+_library.impl("matmul", _run, "CompositeExplicitAutograd")
+torch.library.register_fake(NAME, _fake, lib=_library)
+torch.library.register_autograd(NAME, _backward, setup_context=_setup_context, lib=_library)
+torch.library.register_vmap(NAME, _batched, lib=_library)

@@ -97,11 +97,6 @@ def explain(
     return engine().decision(call, problem, options)[0]
 
 
-def again(a: Any, b: Any, op: str, policy: Policy, scope: str | None) -> Any:
-    """Return a @ b for a backward pass: op is `dgrad` or `wgrad`, or `matmul` for a product made anew."""
-    return _call(request(a, b, None, None, None, op), Options(policy, None, scope))
-
-
 def _call(call: Request, options: Options) -> Any:
     """Serve a call that the table did not."""
     key = _key(call, options)
@@ -181,7 +176,7 @@ def engine() -> Engine:
     """Return the process's engine, made at first use."""
     global _engine
     if _engine is None:
-        _engine = Engine(Registry(), DecisionStore(), again, forget)
+        _engine = Engine(Registry(), DecisionStore(), forget)
     return _engine
 
 

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from dispatch._backend import Backend, Plan, Rejection
 from dispatch._candidates import broken, checked, disallowed, no_backend, proposals, summarized, unlisted, unquantizable
@@ -15,6 +15,7 @@ from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, Candidate, Measurement
 from dispatch._problem import Problem
+from dispatch.frameworks.backward import again
 from dispatch.frameworks.operands import array_of, forming, native, undressing
 from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
@@ -78,19 +79,12 @@ def _twin(problem: Problem, plan: Plan) -> bool:
 class Engine:
     """The registry, the store and what went wrong so far; everything but the table of known calls."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        store: DecisionStore,
-        again: Callable[..., Any],
-        forget: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, registry: Registry, store: DecisionStore, forget: Callable[[], None] = lambda: None) -> None:
         self.registry = registry
         self.decisions = Decisions(store)
         self.counts: Counter[str] = Counter()
         self.quarantine: dict[str, str] = {}
         self.guard = Guard(forget)
-        self._again = again
         self._timings: dict[str, Timings] = {}
         self._measuring: set[tuple[int, str]] = set()  # by process: a forked child measures for itself
         self._lock = threading.Lock()
@@ -227,15 +221,16 @@ class Engine:
         if candidate == BASELINE or problem.empty:
             return own if call.plain else undressing(own)
         plan, forms = self._plan(problem, candidate)
-        if call.plain and plan is own:
+        alone = call.plain and plan is own
+        if alone and "differentiated" not in problem.modes:
             return own  # the framework's own function, with nothing around it
-
-        def again(a: Any, b: Any, op: str) -> Any:
-            return self._again(a, b, op, options.policy, options.scope)
-
-        serving = call.room.adapt(plan, None if call.plain else forms, problem, undressing(own), again)
+        product = partial(again, policy=options.policy, scope=options.scope)
+        dressed = own if call.plain else undressing(own)
+        serving = call.room.adapt(plan, None if call.plain else forms, problem, dressed, product)
+        if alone:  # any shape will do
+            return serving
         policy = options.policy.for_problem(problem, options.scope)
-        serving = self.guard.watching(serving, undressing(own), call.room, decision, policy, options.scope)
+        serving = self.guard.watching(serving, dressed, call.room, decision, policy, options.scope)
         assert call.shapes is not None
         shape_a, shape_b = (tuple(array_of(x).shape) for x in (call.a, call.b))
         return reshaping(serving, shape_a, shape_b, call.shapes, call.room.xp)

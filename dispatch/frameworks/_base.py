@@ -18,8 +18,11 @@ Array = Any
 Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """From a call's operands to those that a plan takes: a prepared operand gives its form."""
 
-Again = Callable[[Array, Array, str], Array]
-"""A dispatched product for a backward pass: its problem's op is `dgrad`, `wgrad`, or `matmul` for one made anew."""
+Again = Callable[[Array, Array, str, dict[str, str | None]], Array]
+"""A dispatched product for a backward pass, by its problem's op: `dgrad`, `wgrad`, or `matmul` for one made anew.
+
+It adds to the dict, by op, which plugin's backend serves it (None: the own product does), once that is known.
+"""
 
 
 class Stopwatch(Protocol):

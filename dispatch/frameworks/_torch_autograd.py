@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +13,42 @@ from dispatch._problem import Problem
 from dispatch.frameworks._base import Again
 from dispatch.frameworks._torch_product import derivative
 
+Seen = dict[str, str | None]
+"""By op, the plugin's backend that serves a product of the backward pass; None: the own product does."""
 
-def differentiable(plan: Plan, problem: Problem, again: Again) -> Plan:
-    """Return `plan` with gradients: dgrad and wgrad are products by `again`, each with its own decision."""
+_Products = Callable[[Tensor, Tensor, str], Any]
+
+
+def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None = None) -> Plan:
+    """Return `plan` with gradients: dgrad and wgrad are products by `again`, each with its own decision.
+
+    seen: filled with who serves them, once that is known.
+    """
+    found: Seen = {} if seen is None else seen
+
+    def once_more(a: Tensor, b: Tensor, op: str) -> Any:
+        return again(a, b, op, found)
 
     def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
-        out: Tensor = _Product.apply(_array(a), _array(b), bias, (a, b, plan, problem.activation, again))
+        out: Tensor = _Product.apply(_array(a), _array(b), bias, (a, b, plan, problem.activation, once_more))
         return out
 
     return product
+
+
+def until_native(plan: Plan, native: Plan, seen: Seen) -> Plan:
+    """Return `plan`, which is `native` but for its backward pass, until the own product is known to serve that too."""
+
+    def product(a: Tensor, b: Tensor, *bias: Tensor) -> Any:
+        if seen and _own(seen, "dgrad", a) and _own(seen, "wgrad", b):
+            return native(a, b, *bias)
+        return plan(a, b, *bias)
+
+    return product
+
+
+def _own(seen: Seen, op: str, operand: Tensor) -> bool:
+    return not operand.requires_grad or seen.get(op, "") is None
 
 
 def gradients(
@@ -30,7 +58,7 @@ def gradients(
     bias: Tensor | None,
     like: tuple[tuple[torch.Size, torch.dtype] | None, ...],
     activation: str | None,
-    again: Again,
+    again: _Products,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of a, b and bias for activation(a @ b + bias) with the gradient `grad`.
 
@@ -54,7 +82,7 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def _dgrad(grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again: Again) -> Tensor:
+def _dgrad(grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again: _Products) -> Tensor:
     shape, dtype = like
     columns, rows = _matrix(b, 1), len(shape) == 1
     grad = _grad_matrix(grad, rows, b.dim() == 1)
@@ -65,7 +93,7 @@ def _dgrad(grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again:
     return _as_large(out, (1, *shape) if rows else shape, dtype).reshape(shape)
 
 
-def _wgrad(a: Tensor, grad: Tensor, like: tuple[torch.Size, torch.dtype], again: Again) -> Tensor:
+def _wgrad(a: Tensor, grad: Tensor, like: tuple[torch.Size, torch.dtype], again: _Products) -> Tensor:
     shape, dtype = like
     rows, column = _matrix(a, 0), len(shape) == 1
     grad = _grad_matrix(grad, a.dim() == 1, column)
@@ -85,7 +113,7 @@ def _grad_matrix(grad: Tensor, row: bool, column: bool) -> Tensor:
     return grad.unsqueeze(-2) if row else grad
 
 
-def _widest(a: Tensor, b: Tensor, op: str, again: Again) -> Tensor:
+def _widest(a: Tensor, b: Tensor, op: str, again: _Products) -> Tensor:
     """Return a dispatched product in the wider of two dtypes: a gradient in float32 may not fit into float16."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     return again(a.to(dtype), b.to(dtype), op)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dispatch._api import again, matmul
+from dispatch._api import matmul
 from dispatch._recipe import ScalingRecipe
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks._torch_product import decoded, without_autocast
+from dispatch.frameworks.backward import again
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import ScaledArray
 from dispatch.quantization.prepared import living
@@ -75,7 +76,7 @@ def _run(
         chosen = _policy(policy)
         if op == "matmul":
             return matmul(x, y, bias=bias, policy=chosen, scope=scope, **rest).contiguous()
-        return again(x, y, op, chosen or current_policy(), scope).contiguous()
+        return again(x, y, op, {}, policy=chosen or current_policy(), scope=scope).contiguous()
 
 
 def _policy(name: str | None) -> Policy | None:

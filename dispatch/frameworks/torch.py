@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -174,16 +175,28 @@ class TorchRoom:
         return own_product.epilogue(product, bias, problem.activation, self.dtype(problem.out_dtype))
 
     def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Again) -> Plan:
-        """Return `plan` under autograd and autocast."""
+        """Return `plan` under autograd and autocast.
+
+        The own product too has a dispatched backward pass, until no plugin turns out to serve that either.
+        """
         from dispatch.frameworks.operands import formed
 
+        own, seen = plan is native, dict[str, str | None]()
         plan = formed(plan, forms)
         device = problem.device.partition(":")[0]
         if "differentiated" in problem.modes:
-            plan = autograd.differentiable(plan, problem, again)
+            plan = self._product_alone(problem, again, seen) if own else autograd.differentiable(plan, problem, again)
         if _any_autocast() and torch.is_autocast_enabled(device):  # outermost: the backward pass too is in its dtype
             plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))
-        return plan
+        return autograd.until_native(plan, native, seen) if own else plan
+
+    def _product_alone(self, problem: Problem, again: Again, seen: dict[str, str | None]) -> Plan:
+        """Return the own product with a dispatched backward pass; what follows it keeps torch's own."""
+        bare = replace(problem, bias=None, activation=None)
+        product = autograd.differentiable(self.native(bare), bare, again, seen)
+        if problem.bias is None and problem.activation is None:
+            return product
+        return lambda a, b, bias=None: self.epilogue(product(a, b), problem, bias)
 
     def measurable(self, a: Any) -> str | None:
         """Return a reason during graph capture, and for a tensor without values, a complex or a quantized one."""

@@ -30,7 +30,7 @@ RUNNER = CliRunner(mix_stderr=False) if SEPARATE else CliRunner()
 @pytest.fixture(autouse=True)
 def engine(tmp_path, monkeypatch):
     """The real backends and an empty store."""
-    made = Engine(Registry(), DecisionStore(tmp_path / "decisions.sqlite"), _api.matmul)
+    made = Engine(Registry(), DecisionStore(tmp_path / "decisions.sqlite"))
     monkeypatch.setattr(_api, "_engine", made)
     dispatch.forget()
     yield made

@@ -41,7 +41,7 @@ class _Point:
 
 
 def fresh_engine(path):
-    return Engine(Registry(lambda: [_Point()]), DecisionStore(path), _api.matmul)
+    return Engine(Registry(lambda: [_Point()]), DecisionStore(path))
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 
 import dispatch
 from dispatch import ACTIVATIONS
+from dispatch.testing import FakeBackend, fake_timings, registered
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -115,7 +116,156 @@ def test_first_and_second_derivatives_are_right(activation: str | None, serving:
 def test_the_backward_pass_is_dispatched_too(winner: Any) -> None:
     a, b = tensor((3, 4), 0, torch.float32), tensor((4, 5), 1, torch.float32)
     dispatch.matmul(a, b).sum().backward()
-    assert {(p.m, p.n, p.k) for p in winner.problems} == {(3, 5, 4), (3, 4, 5), (4, 5, 3)}
+    found = {(p.op, p.m, p.n, p.k) for p in winner.problems}
+    assert found == {("matmul", 3, 5, 4), ("dgrad", 3, 4, 5), ("wgrad", 4, 5, 3)}
+
+
+def test_forward_and_both_gradients_have_decisions_of_their_own() -> None:
+    """One shape three times: what is chosen for one of them says nothing of the others."""
+    a, b = tensor((8, 8), 0, torch.bfloat16), tensor((8, 8), 1, torch.bfloat16)
+    rules = [
+        {"match": {"op": "dgrad"}, "backends": {"allow": ["one", "bf16_fallback"]}},
+        {"match": {"op": "wgrad"}, "backends": {"allow": ["two", "bf16_fallback"]}},
+        {"match": {"op": "matmul"}, "backends": {"allow": ["bf16_fallback"]}},
+    ]
+    backends = [FakeBackend(name) for name in ("one", "two")]
+    with registered(*backends), fake_timings({"one": 1.0, "two": 1.0, "baseline": 100.0}):
+        dispatch.clear_store()
+        with dispatch.use_policy(rules=rules):
+            dispatch.matmul(a, b).sum().backward()
+        found = {(x.problem.op, x.backend) for x in dispatch.stored()}
+    assert found == {("dgrad", "one"), ("wgrad", "two")}  # nothing rivals the own product in the forward pass
+
+
+def test_the_own_product_is_alone_again_once_it_is_known_to_serve_the_backward_pass_too() -> None:
+    a, b = tensor((8, 4), 0, torch.float32), tensor((4, 8), 1, torch.float32)
+    bias = tensor((8,), 2, torch.float32)
+    with dispatch.use_policy(tuning={"mode": "off"}):
+        dispatch.forget()
+        names = [dispatch.matmul(a, b, bias=bias, activation="relu").grad_fn.name() for _ in range(2)]
+        assert "MmBackward0" not in _upstream(dispatch.matmul(a, b).grad_fn)
+        dispatch.matmul(a, b).sum().backward()
+        assert "MmBackward0" in _upstream(dispatch.matmul(a, b).grad_fn)
+        frozen = dispatch.matmul(a.detach(), b)
+        assert "MmBackward0" in _upstream(frozen.grad_fn)
+    assert names == ["ReluBackward0"] * 2
+
+
+def _upstream(node: Any) -> set[str]:
+    found, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            found.add(node.name())
+            waiting += [parent for parent, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_policy_says_what_gradients_are_quantized_to(compiled: bool) -> None:
+    """e5m2 for the gradient, on whichever side of a product it stands, and e4m3 for the rest."""
+    asked: list[tuple[str, str]] = []
+
+    def note(problem: dispatch.Problem) -> None:
+        asked.append((problem.op, str(problem.recipe)))
+
+    pairs = ("e4m3:row", "e5m2:row@e4m3:row", "e4m3:row@e5m2:row")
+    rules = [
+        {"match": {"op": "dgrad"}, "recipes": {"allow": ["e5m2:row@e4m3:row"]}},
+        {"match": {"op": "wgrad"}, "recipes": {"allow": ["e4m3:row@e5m2:row"]}},
+    ]
+    operands = [tensor((16, 16), 0, torch.bfloat16), tensor((16, 16), 1, torch.bfloat16)]
+    backend = FakeBackend("scaling", recipes=pairs, on_plan=note)
+    call = torch.compile(dispatch_matmul, fullgraph=True, backend="aot_eager") if compiled else dispatch.matmul
+    with registered(backend), fake_timings({"scaling": 1.0, "baseline": 100.0}), dispatch.use_policy(rules=rules):
+        gradients(call, operands)
+    torch._dynamo.reset()
+    wanted = {("matmul", "e4m3:row"), ("dgrad", "e5m2:row@e4m3:row"), ("wgrad", "e4m3:row@e5m2:row")}
+    assert set(asked) == wanted
+
+
+def dispatch_matmul(a: Any, b: Any) -> Any:
+    return dispatch.matmul(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool, serving: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    operands = [tensor((3, 4), 0), tensor((4, 5), 1), tensor((5,), 2)]
+
+    def product(a: Any, b: Any, c: Any) -> Any:
+        def run(*given: Any) -> Any:
+            return dispatch.matmul(given[0], given[1], bias=given[2], activation="gelu")
+
+        return checkpoint(run, a, b, c, use_reentrant=reentrant)
+
+    with serving():
+        found = gradients(product, operands)
+    same(found, gradients(lambda a, b, c: functional.gelu(a @ b + c), operands))
+
+
+def test_hooks(serving: Any) -> None:
+    """On tensors, on what is saved for the backward pass, and on a parameter's accumulated gradient."""
+    a, b = tensor((3, 4), 0), tensor((4, 5), 1)
+    seen: list[str] = []
+    packed: list[Any] = []
+
+    def pack(x: Any) -> Any:
+        packed.append(x.detach().clone())
+        return len(packed) - 1
+
+    a.register_hook(lambda grad: seen.append("a") or grad * 2)
+    b.register_post_accumulate_grad_hook(lambda x: seen.append("b"))
+    with serving(), torch.autograd.graph.saved_tensors_hooks(pack, lambda index: packed[index]):
+        out = dispatch.matmul(a, b)
+        out.register_hook(lambda grad: seen.append("out") or grad * 3)
+        out.sum().backward()
+    assert sorted(seen) == ["a", "b", "out"]
+    same(a.grad, 6 * torch.ones(3, 5, dtype=a.dtype) @ b.detach().mT)
+    same(b.grad, 3 * a.detach().mT @ torch.ones(3, 5, dtype=a.dtype))
+    assert len(packed) >= 2
+
+
+def test_an_operand_written_to_before_the_backward_pass_is_an_error(serving: Any) -> None:
+    a, b = tensor((3, 4), 0), tensor((4, 5), 1)
+    with serving():
+        out = dispatch.matmul(a, b)
+        with torch.no_grad():
+            b.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [13, 1, 0])
+@pytest.mark.parametrize("outputs", [1, 7])
+def test_gradients_of_ragged_sizes_against_float64(tokens: int, outputs: int, serving: Any) -> None:
+    operands = [tensor((2, tokens, 5), 0, torch.bfloat16), tensor((5, outputs), 1, torch.bfloat16)]
+    operands.append(tensor((outputs,), 2, torch.bfloat16))
+    with serving():
+        out, grads = gradients(lambda a, b, c: dispatch.matmul(a, b, bias=c), operands)
+    wide = [x.detach().double().requires_grad_() for x in operands]
+    wanted, exact = gradients(lambda a, b, c: a @ b + c, wide)
+    for found, right in zip((out, *grads), (wanted, *exact), strict=True):
+        same(found.double(), right, rtol=0.02, atol=0.05)
+
+
+def test_a_torch_function_mode_sees_the_own_product(serving: Any) -> None:
+    from torch.overrides import TorchFunctionMode
+
+    class Counting(TorchFunctionMode):
+        names: list[str] = []  # noqa: RUF012
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    a = tensor((3, 3), 0, grad=False)
+    with serving():
+        dispatch.matmul(a, a)
+        with Counting():
+            same(dispatch.matmul(a, a), a @ a)
+        assert "matmul" in Counting.names
 
 
 def test_training_after_no_grad_and_inference_mode(serving: Any) -> None:
@@ -184,6 +334,7 @@ class TestTransforms:
             same(found, (a @ b, a @ b))
             same(func.hessian(lambda x: dispatch.matmul(x, b).square().sum())(a), _hessian(a, b))
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, on its way to functorch
     def test_forward_ad(self, serving: Any) -> None:
         a, b = tensor((3, 4), 0, grad=False), tensor((4, 5), 1, grad=False)
         with serving():

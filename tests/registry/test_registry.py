@@ -67,7 +67,7 @@ def with_points(tmp_path, monkeypatch):
 
     def use(*points):
         registry = Registry(lambda: points)
-        monkeypatch.setattr(_api, "_engine", Engine(registry, DecisionStore(tmp_path / "store.sqlite"), _api.matmul))
+        monkeypatch.setattr(_api, "_engine", Engine(registry, DecisionStore(tmp_path / "store.sqlite")))
         dispatch.forget()
         return registry
 

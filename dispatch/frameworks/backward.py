@@ -1,0 +1,23 @@
+"""A product of a backward pass, dispatched as any other, with an op of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dispatch.frameworks.request import request
+from dispatch.policies.policy import Policy
+
+
+def again(a: Any, b: Any, op: str, seen: dict[str, str | None], *, policy: Policy, scope: str | None) -> Any:
+    """Return a @ b, and add to `seen`, by op, which plugin's backend serves it (None: the own product), once known.
+
+    op: `dgrad` or `wgrad`, or `matmul` for a product made anew.
+    """
+    from dispatch import _api
+
+    call, options = request(a, b, None, None, None, op), _api.Options(policy, None, scope)
+    out = _api._call(call, options)
+    key = _api._key(call, options)
+    if key in _api._young:
+        seen[op] = _api._served.get(key)
+    return out

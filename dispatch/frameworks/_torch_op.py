@@ -68,14 +68,25 @@ def _run(
     policy: str | None = None,
     scope: str | None = None,
     op: str = "matmul",
-    **rest: Any,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Return dispatch.matmul's product, contiguous as the fake one is; gradients and autocast are around the op."""
     x, y = _operand(a, scale_a, form_a, prepared_a), _operand(b, scale_b, form_b, prepared_b)
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), without_autocast(a):
         chosen = _policy(policy)
         if op == "matmul":
-            return matmul(x, y, bias=bias, policy=chosen, scope=scope, **rest).contiguous()
+            return matmul(
+                x,
+                y,
+                bias=bias,
+                activation=activation,
+                out_dtype=out_dtype,
+                policy=chosen,
+                backend=backend,
+                scope=scope,
+            ).contiguous()
         return again(x, y, op, {}, policy=chosen or current_policy(), scope=scope).contiguous()
 
 

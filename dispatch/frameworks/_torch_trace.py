@@ -13,7 +13,7 @@ from dispatch._api import explain, matmul
 from dispatch._errors import NoBackendError
 from dispatch._problem import ACTIVATIONS
 from dispatch.frameworks._torch_op import OP, form
-from dispatch.frameworks._torch_product import decoded, decoded_dtype, effective, product
+from dispatch.frameworks._torch_product import decoded, effective, product
 from dispatch.frameworks.request import Request, own_product
 from dispatch.policies.policy import Policy, PolicyError, load_policy, use_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
@@ -89,8 +89,8 @@ def _opaque(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
 
 def _op(a: Any, b: Any, bias: Tensor | None, activation: str | None, out_dtype: Any, rest: dict[str, Any]) -> Any:
     """Return the op's product; autocast's casts stand before it, and it is told its dtype."""
-    x, scale_a, form_a, prepared_a, dtype_a = _parts(a)
-    y, scale_b, form_b, prepared_b, dtype_b = _parts(b)
+    x, scale_a, form_a, prepared_a = _parts(a)
+    y, scale_b, form_b, prepared_b = _parts(b)
     return OP(
         x,
         y,
@@ -102,27 +102,27 @@ def _op(a: Any, b: Any, bias: Tensor | None, activation: str | None, out_dtype: 
         prepared_a=prepared_a,
         prepared_b=prepared_b,
         activation=activation,
-        out_dtype=decoded_dtype(dtype_a, dtype_b) if out_dtype is None else _dtype(out_dtype),
+        out_dtype=_dtype(out_dtype),  # None leaves it to the operands, and the call among the quickly found ones
         **rest,
     )
 
 
-def _parts(x: Any) -> tuple[Tensor, Tensor | None, str | None, int | None, torch.dtype]:
-    """Return an operand as the op takes it (tensor, scale, form, number), and the dtype that it stands for."""
+def _parts(x: Any) -> tuple[Tensor, Tensor | None, str | None, int | None]:
+    """Return an operand as the op takes it: tensor, scale, form, number."""
     if isinstance(x, ScaledArray):
-        return x.data, x.scale, form(x), None, getattr(torch, x.dtype)
+        return x.data, x.scale, form(x), None
     array = _tensor(x)
     dtype = effective(array)
     if dtype is not array.dtype:  # autocast's
-        return array.to(dtype), None, None, None, dtype
+        return array.to(dtype), None, None, None
     number = x.number if isinstance(x, PreparedOperand) and not torch.compiler.is_exporting() else None
-    return array, None, None, number, dtype
+    return array, None, None, number
 
 
 def _own(a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: Any) -> Any:
     a, b = decoded(a, b)
     own = effective(a)
-    out = own if out_dtype is None else _dtype(out_dtype)
+    out = _dtype(out_dtype) or own
     if bias is None and activation is None and out is own:
         return torch.matmul(a, b)
     return product(a, b, bias, activation, own, out)

@@ -23,6 +23,7 @@ from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._driver import nvidia_driver
 from dispatch.frameworks._layout import layout_of
 from dispatch.frameworks._torch_clock import CudaClock
+from dispatch.frameworks._torch_graphs import apart, pooled
 from dispatch.frameworks._torch_streams import waiting
 from dispatch.frameworks.arch import Arch
 
@@ -241,10 +242,14 @@ class TorchRoom:
         return np.asarray(torch.cat(parts, 1).cpu().numpy())
 
     def isolated(self, work: Callable[[], Any]) -> Any:
-        """Return work() without gradients, inference mode or autocast."""
-        cpu, cuda = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
-        with torch.inference_mode(False), torch.no_grad(), cpu, cuda:
-            return work()
+        """Return work() without gradients, inference mode or autocast, and outside of any CUDA graph's memory."""
+
+        def quiet() -> Any:
+            cpu, cuda = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
+            with torch.inference_mode(False), torch.no_grad(), cpu, cuda:
+                return work()
+
+        return apart(quiet) if pooled() else quiet()
 
     def versions(self, array: Tensor) -> dict[str, str]:
         """Return versions, device, driver and the flags that change a product."""

@@ -1,0 +1,43 @@
+"""What has to keep out of the memory of CUDA graphs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def pooled() -> bool:
+    """Return whether torch.compile may be warming a function up for CUDA graphs in this thread.
+
+    What the thread allocates then lies in the graphs' pool, where nothing may be kept but the function's results.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():
+        return False
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return manager is not None and manager.path_state is trees.ExecutionState.WARMUP
+
+
+def apart(work: Callable[[], Any]) -> Any:
+    """Return work() from a thread of its own, whose memory is from the ordinary pool, on this thread's stream."""
+    stream = torch.cuda.current_stream()
+    result: list[Any] = []
+    failure: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            with torch.cuda.stream(stream):
+                result.append(work())
+        except BaseException as error:  # a plugin's code may raise anything
+            failure.append(error)
+
+    thread = threading.Thread(target=body, name="dispatch-measuring", daemon=True)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]

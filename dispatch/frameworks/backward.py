@@ -14,8 +14,9 @@ def again(a: Any, b: Any, op: str, seen: dict[str, str | None], *, policy: Polic
     op: `dgrad` or `wgrad`, or `matmul` for a product made anew.
     """
     from dispatch import _api
+    from dispatch._engine import Options
 
-    call, options = request(a, b, None, None, None, op), _api.Options(policy, None, scope)
+    call, options = request(a, b, None, None, None, op), Options(policy, None, scope)
     out = _api._call(call, options)
     key = _api._key(call, options)
     if key in _api._young:

@@ -6,14 +6,12 @@ tens of microseconds.
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from dispatch._api import matmul
 from dispatch._recipe import ScalingRecipe
@@ -175,12 +173,6 @@ def _leading(x: Tensor, dim: int | None, new: tuple[int, ...], rank: int) -> Ten
     for place in new:
         x = x.unsqueeze(place) if x.dim() > (dim is not None) or place == -1 else x
     return x if dim is None else x.reshape(x.shape[0], *(1,) * (rank + 1 - x.dim()), *x.shape[1:])
-
-
-@register_flop_formula(OP)  # type: ignore[untyped-decorator]
-def _flops(a_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Return 2 k for each element of the result."""
-    return int(2 * a_shape[-1] * math.prod(out_shape))
 
 
 _library.impl("matmul", _run, "CompositeExplicitAutograd")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from dispatch._api import explain, matmul
 from dispatch._errors import NoBackendError
@@ -20,7 +23,6 @@ from dispatch.quantization import PreparedOperand, ScaledArray
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _ENTRIES = (matmul, explain, use_policy.__init__, use_policy.__enter__, use_policy.__exit__)
-_depth = torch._C._functorch.get_dynamic_layer_stack_depth
 
 
 def skip() -> None:
@@ -79,8 +81,8 @@ def _opaque(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
 
     Transforms, forward-mode AD and subclasses do; they get torch's own product.
     """
-    if forward_ad._current_level >= 0 or _depth() > 0:
-        return False
+    if forward_ad._current_level >= 0 or type(torch._C._functorch.peek_interpreter_stack()) is not NoneType:
+        return False  # Dynamo's None is not `None` there, but its type is
     for x in (a, b) if bias is None else (a, b, bias):
         if type(x) not in _PLAIN or x.layout is not torch.strided or not x.dtype.is_floating_point:
             return False
@@ -146,6 +148,12 @@ def exported(call: Request, policy: Policy | None, backend: str | None, scope: s
     if backend is not None:
         raise NoBackendError(f"backend {backend!r} was asked for, but torch's own product has to serve here")
     return own_product(call)(*call.operands)
+
+
+@register_flop_formula(OP)  # type: ignore[untyped-decorator]
+def _flops(a_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Return 2 k for each element of the result."""
+    return int(2 * a_shape[-1] * math.prod(out_shape))
 
 
 skip()

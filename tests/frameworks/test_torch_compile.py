@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -459,6 +461,18 @@ class TestExport:
         module, x = Linear(), tensor((3, 4))
         torch.export.save(torch.export.export(module, (x,)), tmp_path / "linear.pt2")
         same(torch.export.load(tmp_path / "linear.pt2").module()(x), module(x))
+
+    def test_loaded_where_nothing_was_multiplied_yet(self, tmp_path: Any) -> None:
+        module, x = Linear(), tensor((3, 4))
+        torch.export.save(torch.export.export(module, (x,)), tmp_path / "linear.pt2")
+        torch.save((x, module(x).detach()), tmp_path / "values.pt")
+        script = """
+import sys, torch, dispatch
+dispatch.framework("torch")
+x, wanted = torch.load(sys.argv[1] + "/values.pt")
+assert torch.allclose(torch.export.load(sys.argv[1] + "/linear.pt2").module()(x), wanted)
+"""
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
 
     @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch's own
     def test_decomposed_for_training(self, winner: Any) -> None:

@@ -116,7 +116,7 @@ def watched(latency_us):
 
 @pytest.fixture(autouse=True)
 def engine(tmp_path, monkeypatch):
-    made = Engine(Registry(lambda: [_Point()]), DecisionStore(tmp_path / "decisions.sqlite"), _api.matmul)
+    made = Engine(Registry(lambda: [_Point()]), DecisionStore(tmp_path / "decisions.sqlite"))
     monkeypatch.setattr(_api, "_engine", made)
     dispatch.forget()
     yield made

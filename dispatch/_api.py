@@ -101,7 +101,7 @@ def _call(call: Request, options: Options) -> Any:
     """Serve a call that the table did not."""
     key = _key(call, options)
     if key is None:
-        return interpreted(call, options.policy, options.backend, options.scope)
+        return interpreted(call, options.policy if options.named else None, options.backend, options.scope)
     plan = _young.get(key) or _table.find(key)
     while True:
         backend = _served.get(key)
@@ -164,7 +164,7 @@ def _failed(call: Request, backend: str, error: BaseException) -> None:
 def _options(policy: Policy | str | os.PathLike[str] | None, backend: str | None, scope: str | None) -> Options:
     if policy is None:
         return Options(current_policy(), backend, scope)
-    return Options(policy if isinstance(policy, Policy) else load_policy(policy), backend, scope)
+    return Options(policy if isinstance(policy, Policy) else load_policy(policy), backend, scope, True)
 
 
 def forget() -> None:

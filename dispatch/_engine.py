@@ -31,11 +31,12 @@ Rejections = dict[Candidate, list[Rejection]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """What a choice depends on beside the problem."""
+    """What a choice depends on beside the problem. named: the policy came with the call."""
 
     policy: Policy
     backend: str | None = None
     scope: str | None = None
+    named: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

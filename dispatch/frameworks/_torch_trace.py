@@ -17,12 +17,13 @@ from dispatch._errors import NoBackendError
 from dispatch._problem import ACTIVATIONS
 from dispatch.frameworks._torch_op import OP, form
 from dispatch.frameworks._torch_product import decoded, effective, product
+from dispatch.frameworks.backward import again
 from dispatch.frameworks.request import Request, own_product
 from dispatch.policies.policy import Policy, PolicyError, load_policy, use_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_ENTRIES = (matmul, explain, use_policy.__init__, use_policy.__enter__, use_policy.__exit__)
+_ENTRIES = (matmul, explain, again, use_policy.__init__, use_policy.__enter__, use_policy.__exit__)
 
 
 def skip() -> None:

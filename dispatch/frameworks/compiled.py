@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from dispatch._errors import NoBackendError
+from dispatch.frameworks.backward import again
 from dispatch.frameworks.request import Request, own_product
-from dispatch.policies.policy import Policy, _policy_contexts, current_policy, use_policy
+from dispatch.policies.policy import Policy, _policy_contexts, use_policy
 
 NOT_OURS = "a transform, a compiler, a subclass, several devices or a weak type has a say in the call"
 _NO_POLICY = (
@@ -34,18 +35,26 @@ def traced(
     return _torch_trace.traced(a, b, bias, activation, out_dtype, policy, backend, scope)
 
 
-def interpreted(call: Request, policy: Policy, backend: str | None, scope: str | None) -> Any:
+def interpreted(call: Request, policy: Policy | None, backend: str | None, scope: str | None) -> Any:
     """Return the product of a call without a key: torch's opaque op while it exports, else the framework's own.
 
+    policy: the one that came with the call, if one did.
     Raises NoBackendError where a plugin's was asked for.
     """
     if call.room.name == "torch" and sys.modules["torch"].compiler.is_exporting():
         from dispatch.frameworks import _torch_trace
 
-        return _torch_trace.exported(call, None if policy == current_policy() else policy, backend, scope)
+        return _torch_trace.exported(call, policy, backend, scope)
     if backend not in (None, "baseline", "bf16_fallback"):
         raise NoBackendError(f"backend {backend!r} was asked for, but {NOT_OURS}: only the own product can")
     return own_product(call)(*call.operands)
+
+
+def _backward_in_trace(*_: Any, **__: Any) -> Any:
+    """Break Dynamo's graph."""
+    from dispatch.frameworks import _torch_trace
+
+    _torch_trace.broken("the backward pass of an eager dispatch.matmul in compiled autograd: compile its forward pass")
 
 
 def _policy_in_trace(*_: Any, **__: Any) -> Any:
@@ -63,6 +72,7 @@ def _outside_of_export(policy: Policy) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+again._torchdynamo_inline = _backward_in_trace  # type: ignore[attr-defined]
 use_policy.__init__._torchdynamo_inline = _policy_in_trace  # type: ignore[attr-defined]
 use_policy.__enter__._torchdynamo_inline = _policy_in_trace  # type: ignore[attr-defined]
 _policy_contexts.append(_outside_of_export)

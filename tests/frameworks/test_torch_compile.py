@@ -199,6 +199,29 @@ class TestGradients:
             found = gradients(graph(checkpointed), operands)
         same(found, gradients(lambda a, b: functional.relu(a @ b), operands))
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, of what it saved
+    def test_in_compiled_autograd(self, serving: Any) -> None:
+        """Where the forward pass ran eagerly its backward pass breaks that graph; else it is part of it."""
+        enable = torch._dynamo.compiled_autograd._enable
+        operands = [tensor((3, 4)), tensor((4, 5), 1)]
+        wanted = gradients(lambda a, b: functional.silu(a @ b), operands)
+
+        def activated(a: Any, b: Any) -> Any:
+            return dispatch.matmul(a, b, activation="silu")
+
+        with serving():
+            with enable(torch.compile(backend="aot_eager")):
+                same(gradients(activated, operands), wanted)
+            torch._dynamo.reset()
+            with enable(torch.compile(backend="aot_eager", fullgraph=True)):
+                same(gradients(graph(activated), operands), wanted)
+
+    def test_of_a_size_that_depends_on_the_data(self, serving: Any) -> None:
+        a, b = tensor((9, 4)), tensor((4, 5), 1)
+        compiled = graph(lambda x, y: dispatch.matmul(x[x[:, 0] > 0], y))
+        with serving(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            same(compiled(a, b), a[a[:, 0] > 0] @ b)
+
     def test_without_gradients_and_then_with_them(self, serving: Any) -> None:
         operands = [tensor((3, 4)), tensor((4, 5), 1)]
         compiled = graph(product)
@@ -481,7 +504,7 @@ assert torch.allclose(torch.export.load(sys.argv[1] + "/linear.pt2").module()(x)
         program.module()(x).sum().backward()
         assert {p.op for p in winner.problems} == {"matmul", "wgrad"}
 
-    def test_policies_that_cannot_be_exported(self) -> None:
+    def test_policies_that_can_and_that_cannot_be_exported(self) -> None:
         a = tensor((3, 3))
 
         class Entering(torch.nn.Module):
@@ -493,6 +516,12 @@ assert torch.allclose(torch.export.load(sys.argv[1] + "/linear.pt2").module()(x)
             def forward(self, x: Any) -> Any:
                 return dispatch.matmul(x, x, policy=dispatch.load_policy("strict").override(error={"tolerance": 0.1}))
 
+        class Stating(torch.nn.Module):
+            def forward(self, x: Any) -> Any:
+                return dispatch.matmul(x, x, policy="default")  # stated, though it is in force anyway
+
+        (node,) = (n for n in torch.export.export(Stating(), (a,)).graph.nodes if "gemm_dispatch" in str(n.target))
+        assert node.kwargs["policy"] == "default"
         with pytest.raises(RuntimeError, match="name the policy in the product"):
             torch.export.export(Entering(), (a,), strict=False)
         with pytest.raises(dispatch.PolicyError, match="cannot be exported"):

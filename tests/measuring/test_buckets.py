@@ -226,7 +226,7 @@ def test_buckets_follow_one_another():
 @pytest.mark.gpu
 def test_on_a_gpu_a_batch_that_changes_is_measured_once(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    made = Engine(Registry(), DecisionStore(tmp_path / "gpu.sqlite"), _api.matmul)
+    made = Engine(Registry(), DecisionStore(tmp_path / "gpu.sqlite"))
     monkeypatch.setattr(_api, "_engine", made)
     b = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16).t()
     for m in (7, 1, 16, 12):

@@ -40,6 +40,8 @@ def derivative(grad: Tensor, x: Tensor, activation: str) -> Tensor:
 
 def autocasting(x: Tensor) -> bool:
     """Return whether autocast is on for the tensor's device; some, as meta, have none."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     kind = x.device.type
     return bool(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
 

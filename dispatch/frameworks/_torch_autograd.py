@@ -79,7 +79,7 @@ def gradients(
 
 def wide(x: Tensor) -> torch.dtype:
     """Return the dtype that sums and activations are computed in."""
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _dgrad(grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again: _Products) -> Tensor:
@@ -88,8 +88,8 @@ def _dgrad(grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again:
     grad = _grad_matrix(grad, rows, b.dim() == 1)
     if columns.dim() == 2 and grad.dim() > 2:  # many rows are one product
         grad = grad.flatten(0, -2)
-        return _widest(grad, columns.mT, "dgrad", again).reshape(shape).to(dtype)
-    out = _widest(grad, columns.mT, "dgrad", again)
+        return _widest(grad, columns.mH, "dgrad", again).reshape(shape).to(dtype)
+    out = _widest(grad, columns.mH, "dgrad", again)
     return _as_large(out, (1, *shape) if rows else shape, dtype).reshape(shape)
 
 
@@ -99,7 +99,7 @@ def _wgrad(a: Tensor, grad: Tensor, like: tuple[torch.Size, torch.dtype], again:
     grad = _grad_matrix(grad, a.dim() == 1, column)
     if len(shape) < 3 and rows.dim() > 2:  # the tokens of every batch entry are k
         rows, grad = rows.flatten(0, -2), grad.flatten(0, -2)
-    out = _widest(rows.mT, grad, "wgrad", again)
+    out = _widest(rows.mH, grad, "wgrad", again)
     return _as_large(out, (*shape, 1) if column else shape, dtype).reshape(shape)
 
 
@@ -123,7 +123,7 @@ def _as_large(grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     """Return `grad` summed over the dimensions that an operand of this shape was broadcast along, in its dtype."""
     if tuple(grad.shape) != tuple(shape):
         grad = grad.to(wide(grad)).sum_to_size(shape)
-    return grad.to(dtype)
+    return (grad.real if grad.is_complex() and not dtype.is_complex else grad).to(dtype)
 
 
 def _array(operand: Any) -> Any:

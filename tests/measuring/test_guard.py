@@ -41,7 +41,7 @@ class _Point:
 
 @pytest.fixture(autouse=True)
 def engine(tmp_path, monkeypatch):
-    made = Engine(Registry(lambda: [_Point()]), DecisionStore(tmp_path / "d.sqlite"), _api.matmul, _api.forget)
+    made = Engine(Registry(lambda: [_Point()]), DecisionStore(tmp_path / "d.sqlite"), _api.forget)
     made.guard = Guard(_api.forget, Clock())
     monkeypatch.setattr(_api, "_engine", made)
     dispatch.forget()

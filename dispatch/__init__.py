@@ -21,6 +21,7 @@ from dispatch._recipe import FORMATS, RecipePair, ScalingRecipe
 from dispatch.frameworks import framework, framework_of, installed, machine
 from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.operands import native
+from dispatch.measuring.calibration import calibrate
 from dispatch.policies.policy import Policy, PolicyError, current_policy, load_policy, use_policy
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 from dispatch.registry import BackendInfo, PluginWarning, hookimpl
@@ -60,6 +61,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "backends",
+    "calibrate",
     "clear_store",
     "closest",
     "current_policy",

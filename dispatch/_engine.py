@@ -19,6 +19,7 @@ from dispatch.frameworks.backward import again
 from dispatch.frameworks.operands import array_of, forming, native, undressing
 from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
+from dispatch.measuring.calibration import Calibration, in_force, timings_of
 from dispatch.measuring.ends import at_ends
 from dispatch.measuring.guard import Guard, unguardable
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
@@ -122,6 +123,8 @@ class Engine:
         if case.problem.empty or lone or not any(self._rival(case, x) for x in case.able):
             return case.decide({}), True
         keys = self._keys(case)
+        if (calibration := in_force()) is not None and not ("traced" in case.problem.modes or case.call.unmeasurable):
+            return self._calibrated(case, keys[-1], calibration), False
         distrusted = self.guard.distrusts(case.problem, case.options.scope, case.policy)
         for key in keys:
             if not distrusted and (known := self._known(key, case)) is not None:
@@ -141,6 +144,21 @@ class Engine:
             return self._measured(case, keys[-1]) if known is None else (known, True)
         finally:
             self._measuring.discard((os.getpid(), keys[-1]))
+
+    def _calibrated(self, case: _Case, key: str, calibration: Calibration) -> Decision:
+        """Return the decision by the worst error of all batches of a calibration."""
+        known = self._known(key, case)
+        if known is None or known.baseline is None:
+            known = self._measured(case, key)[0]
+        table = case.call.room.isolated(lambda: self._table(case, timings_of(known)))
+        for candidate, reason in table.faults.items():
+            self._quarantine(candidate.backend, f"{reason} ({candidate}, {case.problem})")
+        if table.degenerate:
+            return known
+        decision = case.decide(calibration.worst(key, table.measurements))
+        self.decisions.keep(key, replace(decision, problem=replace(case.problem, modes=())))
+        calibration.decisions[key] = decision
+        return decision
 
     def _measured(self, case: _Case, key: str) -> tuple[Decision, bool]:
         self.counts["measured"] += 1

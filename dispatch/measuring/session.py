@@ -79,7 +79,7 @@ def measure(
     if table.degenerate:  # says nothing of other data
         other = random_operands(room, problem, operands)
         again, rounding, _ = _errors(Baseline(room, problem, other), entrants, other, policy, table)
-        errors = {candidate: _worse(errors[candidate], error) for candidate, error in again.items()}
+        errors = {candidate: worse_error(errors[candidate], error) for candidate, error in again.items()}
     able = [entrant for entrant in entrants if not table.out(entrant.candidate)]
     if not {BASELINE, *(e.candidate for e in able)} <= set(table.timings):
         gates = {e.candidate: _gate(problem, e.candidate, errors, rounding, policy) for e in able}
@@ -220,7 +220,8 @@ def _fault(room: Framework, problem: Problem, out: Any) -> str | None:
     return None
 
 
-def _worse(one: Error, other: Error) -> Error:
+def worse_error(one: Error, other: Error) -> Error:
+    """Return the worse of two errors, metric by metric."""
     values = {metric: max(one.value(metric), other.value(metric)) for metric in METRICS}
     return Error(**values, rows=min(one.rows, other.rows))
 

@@ -397,7 +397,9 @@ class Products:
 
 
 class TestInterpreted(Products):
-    pass
+    @pytest.fixture(autouse=True)
+    def jax_that_fits(self) -> None:
+        usable_jax()
 
 
 def test_plans_for_hopper_and_blackwell_interpreted() -> None:

@@ -79,7 +79,8 @@ def test_the_worst_error_of_all_batches_decides_and_is_kept(engine, tmp_path, mo
         assert figures.error.similarity_loss > 0.3
         assert figures.latency_us == pytest.approx(10.0)
         assert dispatch.explain(a, WEIGHT).backend != "fp8"
-        monkeypatch.setattr(_api, "_engine", fresh(tmp_path / "d.sqlite"))  # another process
+    monkeypatch.setattr(_api, "_engine", fresh(tmp_path / "d.sqlite"))  # another process
+    with registered(fp8()), fake_timings(FAST):
         found = dispatch.explain(a, WEIGHT)
         assert found.source == "store"
         assert found.backend != "fp8"

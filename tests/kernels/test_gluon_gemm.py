@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the launchers take torch tensors here")
 pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.triton
 
 from dispatch.kernels.gluon_gemm import SHARED_LIMIT, Config  # noqa: E402
 

@@ -10,6 +10,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.triton
 
 import triton.language as tl  # noqa: E402
 from dispatch.kernels import gluon_gemm, launching_jax, triton_decode, triton_gemm  # noqa: E402

@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the launchers take torch tensors here")
 pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.triton
 triton_quantize = pytest.importorskip("dispatch.kernels.triton_quantize")
 
 HERE = Path(__file__).parent

@@ -287,6 +287,7 @@ def _kernel(module: Any, asked: Problem, config: names.Config) -> Any:
     return module.bind_kernel(asked, config, both, asked.out_dtype, None, None).launch
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_every_config_compiles_within_the_gpu_s_limits(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = compiled(arch, monkeypatch)
@@ -347,6 +348,7 @@ READS = re.compile(r"\b(?:ld\.global|cp\.async\.bulk\.tensor|cp\.async\.c[ag])\S
 WRITES = re.compile(r"\b(?:st\.global|atom\.global|red\.global)\S*")
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS, "e5m2:32x32"])
 @pytest.mark.parametrize("strides", [(8192, 1), (1, 300), (1, 8192)])
 def test_what_runs_beside_its_predecessor_waits_before_it_touches_memory(recipe: str, strides: tuple[int, int]) -> None:

@@ -336,7 +336,9 @@ def _here(multiply: Callable[..., Array]) -> Callable[..., Array]:
 def _lower_product(ctx: Any, *values: Any, choice: Choice, **params: Any) -> Any:
     own, multiply = _own(choice, params), _here(partial(_multiply, choice=choice, **params))
     place = spread.place(ctx)
-    if place == spread.SEVERAL:
+    if place == spread.SEVERAL and spread.explicit((*ctx.avals_in, *ctx.avals_out)):
+        multiply = spread.mapped(multiply, params["dimension_numbers"], ctx.avals_in, ctx.avals_out[0])
+    elif place == spread.SEVERAL:
         multiply = spread.partitioned(own, multiply, params["dimension_numbers"], [x.ndim for x in ctx.avals_in])
     return mlir.lower_fun(own if place == spread.ELSEWHERE else multiply, multiple_results=False)(ctx, *values)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Array = Any
 HERE, SEVERAL, ELSEWHERE = "here", "several", "elsewhere"
@@ -82,6 +82,38 @@ def partitioned(
     made.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(contracted))
     called: Callable[..., Array] = made
     return called
+
+
+def explicit(avals: Sequence[Any]) -> bool:
+    """Return whether the types of the operands say how they are spread."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    return all(not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit} for mesh in meshes)
+
+
+def mapped(
+    multiply: Callable[..., Array], dimension_numbers: Any, avals: Sequence[Any], out: Any
+) -> Callable[..., Array]:
+    """Return the product of two arrays whose types say how they are spread, as a shard_map of `multiply`.
+
+    avals: the operands' types; out: the result's. An axis of the mesh that both ask for differently is the first's.
+    """
+    of_a, of_b, of_out, contracted = _factors(dimension_numbers, [aval.ndim for aval in avals])
+    specs = (of_a, avals[0].sharding.spec), (of_b, avals[1].sharding.spec)
+    axes = _axes_of_factors(specs, {factor for factor in contracted if not _alike(factor, *specs)})
+    summed = tuple(name for factor in contracted for name in axes.get(factor, ()))
+    spec_a, spec_b, spec_out = (_spec(factors, axes) for factors in (of_a, of_b, of_out))
+
+    def part(a: Array, b: Array) -> Array:
+        product = multiply(a, b)
+        return jax.lax.psum(product, summed) if summed else product
+
+    spread = jax.shard_map(part, mesh=out.sharding.mesh, in_specs=(spec_a, spec_b), out_specs=spec_out, check_vma=False)
+
+    def whole(a: Array, b: Array) -> Array:
+        product = spread(jax.sharding.reshard(a, spec_a), jax.sharding.reshard(b, spec_b))
+        return jax.sharding.reshard(product, out.sharding.spec)
+
+    return whole
 
 
 def _factors(dimension_numbers: Any, ranks: Sequence[int]) -> tuple[list[str], list[str], list[str], list[str]]:

@@ -29,6 +29,21 @@ class Linear(equinox.nn.Linear):
     policy: dispatch.Policy | str | None = equinox.field(static=True, default=None)
     backend: str | None = equinox.field(static=True, default=None)
 
+    def __init__(
+        self,
+        in_features: Any,
+        out_features: Any,
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: Any,
+        scope: str | None = None,
+        policy: dispatch.Policy | str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, use_bias, dtype, key=key)
+        self.scope, self.policy, self.backend = scope, policy, backend
+
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Return weight @ x + bias; x: (in_features,), or () where that is "scalar"."""
         if "scalar" in (self.in_features, self.out_features):

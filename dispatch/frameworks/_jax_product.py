@@ -130,12 +130,12 @@ def _own(choice: Choice, params: dict[str, Any]) -> Callable[[Array, Array], Arr
     return own
 
 
-@product.def_abstract_eval
+@product.def_abstract_eval  # type: ignore[untyped-decorator]
 def _(a: Any, b: Any, *, choice: Choice, **params: Any) -> Any:
     return _out_aval(_own(choice, params), a, b)
 
 
-@product.def_impl
+@product.def_impl  # type: ignore[untyped-decorator]
 def _(a: Array, b: Array, *, choice: Choice, **params: Any) -> Array:
     if spread.several_devices(a, b):
         return jax.jit(partial(product.bind, choice=choice, **params))(a, b)
@@ -261,12 +261,12 @@ def _unfused(a: Array, b: Array, bias: Array | None = None, *, choice: Choice, e
     return epilogue.apply(replacing(own, partial(product.bind, choice=choice))(a, b), bias)
 
 
-@fused.def_abstract_eval
+@fused.def_abstract_eval  # type: ignore[untyped-decorator]
 def _(*avals: Any, choice: Choice, epilogue: Epilogue) -> Any:
     return _out_aval(partial(_unfused, choice=choice, epilogue=epilogue), *avals)
 
 
-@fused.def_impl
+@fused.def_impl  # type: ignore[untyped-decorator]
 def _(*operands: Array, choice: Choice, epilogue: Epilogue) -> Array:
     if spread.several_devices(*operands):
         return jax.jit(partial(fused.bind, choice=choice, epilogue=epilogue))(*operands)
@@ -303,9 +303,9 @@ def _fused_batched(
     """Return one fused product where rows of a alone are mapped over, else a batched one and what follows it."""
     axes = [dim if isinstance(dim, int) else None for dim in dims]
     a, b, *bias = operands
-    lone = axes[0] is not None and not any(axis is not None for axis in axes[1:])
-    if lone and all(x.ndim <= a.ndim - 1 for x in bias):
-        return fused.bind(jnp.moveaxis(a, axes[0], 0), b, *bias, choice=choice, epilogue=epilogue), 0
+    rows, lone = axes[0], not any(axis is not None for axis in axes[1:])
+    if rows is not None and lone and all(x.ndim <= a.ndim - 1 for x in bias):
+        return fused.bind(jnp.moveaxis(a, rows, 0), b, *bias, choice=choice, epilogue=epilogue), 0
     return jax.vmap(partial(_unfused, choice=choice, epilogue=epilogue), axes)(*operands), 0
 
 

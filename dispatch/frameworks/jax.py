@@ -45,8 +45,8 @@ class JaxRoom:
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
         """Return avals, devices and `extra`; None for an array spread over several devices, and for what is none."""
         try:
-            where = _stage() if isinstance(a, Tracer) else a.sharding
-            there = _stage() if isinstance(b, Tracer) else b.sharding
+            where: Any = _stage() if isinstance(a, Tracer) else a.sharding
+            there: Any = _stage() if isinstance(b, Tracer) else b.sharding
         except AttributeError:
             return None
         for sharding in (where, there):
@@ -160,8 +160,8 @@ class JaxRoom:
             return None
         choice = standing.Choice(options.policy, options.backend, options.scope)
         own = self.promote(*map(self.dtype_name, arrays[:2]))
-        out_dtype = own if call.out_dtype is None else self.name_of_dtype(call.out_dtype)
         assert own is not None
+        out_dtype = own if call.out_dtype is None else self.name_of_dtype(call.out_dtype)
         preferred = _preferred(self, own, out_dtype)
         plain = out_dtype in (own, preferred) and call.bias is None and call.activation is None
         apply = _same if plain else partial(_epilogue, call.activation, out_dtype)
@@ -305,7 +305,8 @@ def _preferred(room: JaxRoom, own: str | None, out_dtype: str) -> str | None:
     """Return the dtype to accumulate into where it is not the operands' own."""
     wider = out_dtype in ("float32", "float64") and own in ("float16", "bfloat16", "float32")
     whole = own is not None and jnp.issubdtype(own, jnp.integer) and own != out_dtype
-    return out_dtype if wider or (whole and room.promote(own, out_dtype) == out_dtype) else None
+    whole = whole and jnp.promote_types(own, out_dtype).name == out_dtype
+    return out_dtype if wider or whole else None
 
 
 def _stage() -> str:

@@ -18,7 +18,7 @@ Array = Any
 _Tree = TypeVar("_Tree")
 
 
-class Linear(equinox.nn.Linear):
+class Linear(equinox.nn.Linear):  # type: ignore[misc]
     """equinox.nn.Linear with a dispatched product; under jax.vmap one product of all rows.
 
     scope: where in the model it stands. policy: a Policy, name or path; the one in force if None. backend: use this
@@ -48,7 +48,7 @@ class Linear(equinox.nn.Linear):
         """Return weight @ x + bias; x: (in_features,), or () where that is "scalar"."""
         if "scalar" in (self.in_features, self.out_features):
             return super().__call__(x, key=key)
-        room = dispatch.framework("jax")
+        room: Any = dispatch.framework("jax")
         choice = room.choice(self.policy, self.backend, self.scope)
         out = room.dot_general(x, self.weight, (((0,), (1,)), ((), ())), choice)
         return out if self.bias is None else out + self.bias

@@ -43,7 +43,7 @@ class DotGeneral:
         **options: Any,
     ) -> Array:
         """Return the product as jax.lax.dot_general does; options: its others, such as out_sharding."""
-        room = dispatch.framework("jax")
+        room: Any = dispatch.framework("jax")
         choice = room.choice(self.policy, self.backend, self.scope)
         options |= {"precision": precision, "preferred_element_type": preferred_element_type}
         return room.dot_general(lhs, rhs, dimension_numbers, choice, **options)
@@ -53,7 +53,7 @@ class DotGeneral:
         return jnp.einsum(*operands, _dot_general=self, **options)
 
 
-class LinenDotGeneral(linen.Module):
+class LinenDotGeneral(linen.Module):  # type: ignore[misc]
     """What linen's layers take as `dot_general_cls`: a DotGeneral whose scope is the layer's path. It has no variables.
 
     policy, backend: as in DotGeneral; set by functools.partial.
@@ -62,7 +62,7 @@ class LinenDotGeneral(linen.Module):
     policy: dispatch.Policy | str | None = None
     backend: str | None = None
 
-    @linen.compact
+    @linen.compact  # type: ignore[untyped-decorator]
     def __call__(self, *operands: Any, **options: Any) -> Array:
         """Return the product as jax.lax.dot_general does."""
         scope = ".".join(self.path[:-1]) or None

@@ -120,7 +120,7 @@ def _out_aval(own: Callable[..., Array], *avals: Any) -> Any:
 product = Primitive("dispatch_dot_general")
 
 
-def _own(choice: Choice, params: dict[str, Any]) -> Callable[[Array, Array], Array]:
+def _own(params: dict[str, Any]) -> Callable[[Array, Array], Array]:
     """Return the framework's own dot_general with the same parameters."""
 
     def own(a: Array, b: Array) -> Array:
@@ -132,7 +132,7 @@ def _own(choice: Choice, params: dict[str, Any]) -> Callable[[Array, Array], Arr
 
 @product.def_abstract_eval  # type: ignore[untyped-decorator]
 def _(a: Any, b: Any, *, choice: Choice, **params: Any) -> Any:
-    return _out_aval(_own(choice, params), a, b)
+    return _out_aval(_own(params), a, b)
 
 
 @product.def_impl  # type: ignore[untyped-decorator]
@@ -147,7 +147,7 @@ def _dgrad(cotangent: Array, a: Any, b: Array, *, choice: Choice, **params: Any)
     aval, bind = a.aval, partial(product.bind, choice=replace(choice, op="dgrad"))
 
     def own(g: Array, y: Array) -> Array:
-        return jax.linear_transpose(lambda x: _own(choice, params)(x, y), aval)(g)[0]
+        return jax.linear_transpose(lambda x: _own(params)(x, y), aval)(g)[0]
 
     return replacing(own, bind)(cotangent, b)
 
@@ -157,7 +157,7 @@ def _wgrad(cotangent: Array, a: Array, b: Any, *, choice: Choice, **params: Any)
     aval, bind = b.aval, partial(_swapped, choice=replace(choice, op="wgrad"))
 
     def own(g: Array, x: Array) -> Array:
-        return jax.linear_transpose(lambda y: _own(choice, params)(x, y), aval)(g)[0]
+        return jax.linear_transpose(lambda y: _own(params)(x, y), aval)(g)[0]
 
     return replacing(own, bind)(cotangent, a)
 
@@ -200,7 +200,7 @@ ad.primitive_jvps[product] = _named_jvp
 
 def _batched(operands: Sequence[Array], dims: Sequence[Any], *, choice: Choice, **params: Any) -> tuple[Array, int]:
     """Return one product for all that is mapped over: a further batch dimension, or further rows or columns."""
-    own = jax.vmap(_own(choice, params), [dim if isinstance(dim, int) else None for dim in dims])
+    own = jax.vmap(_own(params), [dim if isinstance(dim, int) else None for dim in dims])
     return replacing(own, partial(product.bind, choice=choice))(*operands), 0
 
 
@@ -212,7 +212,7 @@ def _multiply(a: Array, b: Array, *, choice: Choice, **params: Any) -> Array:
     precision, preferred = params["precision"], params["preferred_element_type"]
     named = _precision_name(precision)
     if named is NotImplemented:
-        return _own(choice, params)(a, b)
+        return _own(params)(a, b)
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
     rows = [dim for dim in range(a.ndim) if dim not in (*contract_a, *batch_a)]
     columns = [dim for dim in range(b.ndim) if dim not in (*contract_b, *batch_b)]
@@ -334,7 +334,7 @@ def _here(multiply: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _lower_product(ctx: Any, *values: Any, choice: Choice, **params: Any) -> Any:
-    own, multiply = _own(choice, params), _here(partial(_multiply, choice=choice, **params))
+    own, multiply = _own(params), _here(partial(_multiply, choice=choice, **params))
     place = spread.place(ctx)
     if place == spread.SEVERAL and spread.explicit((*ctx.avals_in, *ctx.avals_out)):
         multiply = spread.mapped(multiply, params["dimension_numbers"], ctx.avals_in, ctx.avals_out[0])

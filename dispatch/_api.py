@@ -99,6 +99,8 @@ def explain(
 
 def _call(call: Request, options: Options) -> Any:
     """Serve a call that the table did not."""
+    if (product := call.room.deferred(call, options)) is not None:
+        return product
     key = _key(call, options)
     if key is None:
         return interpreted(call, options.policy if options.named else None, options.backend, options.scope)

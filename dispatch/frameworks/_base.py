@@ -125,6 +125,12 @@ class Framework(Protocol):
         pass.
         """
 
+    def deferred(self, call: Any, options: Any) -> Array | None:
+        """Return a product that a trace holds until its shapes are known, or None: it is chosen for now.
+
+        call, options: a Request and its Options.
+        """
+
     # Measuring
 
     def measurable(self, a: Array) -> str | None:

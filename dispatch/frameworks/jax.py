@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -16,14 +17,18 @@ from numpy.typing import NDArray
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _jax_policy
+from dispatch.frameworks import _jax_product as standing
 from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
 from dispatch.frameworks._layout import WIDEST
 from dispatch.frameworks.arch import Arch
+from dispatch.frameworks.request import Request
+from dispatch.policies.policy import Policy, current_policy, load_policy
 
 Array = Any
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _SINGLE = jax.sharding.SingleDeviceSharding
 
 
@@ -40,12 +45,12 @@ class JaxRoom:
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
         """Return avals, devices and `extra`; None for an array spread over several devices, and for what is none."""
         try:
-            where = None if isinstance(a, Tracer) else a.sharding
-            there = None if isinstance(b, Tracer) else b.sharding
+            where: Any = _stage() if isinstance(a, Tracer) else a.sharding
+            there: Any = _stage() if isinstance(b, Tracer) else b.sharding
         except AttributeError:
             return None
         for sharding in (where, there):
-            if type(sharding) is not _SINGLE and sharding is not None and sharding.num_devices > 1:
+            if type(sharding) not in (_SINGLE, str) and sharding.num_devices > 1:
                 return None
         own, other = a.aval, b.aval
         if own.weak_type or other.weak_type:
@@ -136,22 +141,46 @@ class JaxRoom:
 
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
         """Return activation(product + bias), computed in float32 or wider."""
-        if bias is None and problem.activation is None:
-            return product.astype(problem.out_dtype)
-        least = (
-            np.float32
-            if problem.activation is not None or jnp.issubdtype(product.dtype, jnp.floating)
-            else product.dtype
-        )
-        wide = jnp.promote_types(product.dtype, least)
-        wide = wide if bias is None else jnp.promote_types(wide, bias.dtype)
-        value = product.astype(wide)
-        value = value if bias is None else value + bias.astype(wide)
-        return _activate(value, problem.activation).astype(problem.out_dtype)
+        return _epilogue(problem.activation, problem.out_dtype, product, bias)
 
     def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Again) -> Plan:
         """Return `plan` compiled once, with the native product's derivatives."""
         return _differentiable(plan, forms, native)
+
+    def deferred(self, call: Request, options: Any) -> Array | None:
+        """Return a product in the trace that is decided when that is lowered, or None.
+
+        None where nothing is traced or lowering has come, and for what is decided while tracing: operands quantized or
+        prepared already, raw FP8, integers. Weak types are the native product's.
+        """
+        arrays = call.operands
+        if not call.plain or call.shapes is None or not any(isinstance(x, Tracer) for x in arrays):
+            return None
+        if standing.lowering.get() or any(x.aval.weak_type or self.dtype_name(x) not in _FLOATS for x in arrays):
+            return None
+        choice = standing.Choice(options.policy, options.backend, options.scope)
+        own = self.promote(*map(self.dtype_name, arrays[:2]))
+        assert own is not None
+        out_dtype = own if call.out_dtype is None else self.name_of_dtype(call.out_dtype)
+        preferred = _preferred(self, own, out_dtype)
+        plain = out_dtype in (own, preferred) and call.bias is None and call.activation is None
+        apply = _same if plain else partial(_epilogue, call.activation, out_dtype)
+        epilogue = standing.Epilogue(call.activation, out_dtype, preferred, apply)
+        return standing.matmul(call.a, call.b, call.bias, choice, epilogue)
+
+    def dot_general(
+        self, lhs: Array, rhs: Array, dimension_numbers: Any, choice: standing.Choice, **params: Any
+    ) -> Array:
+        """Return jax.lax.dot_general's product, dispatched; params: its own. Other dtypes than floats are its own."""
+        if not {self.dtype_name(lhs), self.dtype_name(rhs)} <= set(_FLOATS):
+            own: Array = jax.lax.dot_general(lhs, rhs, dimension_numbers, **params)
+            return own
+        return standing.dot_general(lhs, rhs, dimension_numbers, choice, **params)
+
+    def choice(self, policy: Any, backend: str | None, scope: str | None) -> standing.Choice:
+        """Return what a dot_general depends on beside its operands; policy: a Policy, name or path, None: in force."""
+        given = current_policy() if policy is None else policy
+        return standing.Choice(given if isinstance(given, Policy) else load_policy(given), backend, scope)
 
     def measurable(self, a: Any) -> str | None:
         """Return a reason for complex values: errors are measured in float64. Traces are none: see isolated."""
@@ -189,14 +218,17 @@ class JaxRoom:
             return np.concatenate([np.asarray(part) for part in parts], 1)
 
     def isolated(self, work: Callable[[], Any]) -> Any:
-        """Return work() from a fresh thread, where no trace is active, with this thread's x64 and precision."""
+        """Return work() from a fresh thread, where no trace is active, with this thread's x64 and precision.
+
+        What is for debugging is off there: a candidate's NaN is for the measurement to find.
+        """
         x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
         result: list[Any] = []
         failure: list[BaseException] = []
 
         def body() -> None:
             try:
-                with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+                with jax.enable_x64(x64), jax.default_matmul_precision(precision), _as_users_do():
                     result.append(work())
             except BaseException as error:
                 failure.append(error)
@@ -261,16 +293,47 @@ def _activate(x: Array, activation: str | None) -> Array:
 
 @cache
 def _native(room: JaxRoom, problem: Problem) -> Plan:
-    own = room.promote(problem.a.dtype, problem.b.dtype)
-    wider = problem.out_dtype in ("float32", "float64") and own in ("float16", "bfloat16", "float32")
-    whole = own is not None and jnp.issubdtype(own, jnp.integer) and own != problem.out_dtype
-    wider = wider or (whole and jnp.promote_types(own, problem.out_dtype).name == problem.out_dtype)
-    preferred = problem.out_dtype if wider else None
+    preferred = _preferred(room, room.promote(problem.a.dtype, problem.b.dtype), problem.out_dtype)
 
     def native(a: Array, b: Array, bias: Array | None = None) -> Array:
         return room.epilogue(jnp.matmul(a, b, preferred_element_type=preferred), problem, bias)
 
     return native
+
+
+def _preferred(room: JaxRoom, own: str | None, out_dtype: str) -> str | None:
+    """Return the dtype to accumulate into where it is not the operands' own."""
+    wider = out_dtype in ("float32", "float64") and own in ("float16", "bfloat16", "float32")
+    whole = own is not None and jnp.issubdtype(own, jnp.integer) and own != out_dtype
+    whole = whole and jnp.promote_types(own, out_dtype).name == out_dtype
+    return out_dtype if wider or whole else None
+
+
+def _stage() -> str:
+    """Return what a tracer has in the place of a device: what is decided at lowering is not for other traces."""
+    return "lowering" if standing.lowering.get() else "traced"
+
+
+@contextmanager
+def _as_users_do() -> Iterator[None]:
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def _same(product: Array, bias: Array | None) -> Array:
+    return product
+
+
+def _epilogue(activation: str | None, out_dtype: str, product: Array, bias: Array | None) -> Array:
+    if bias is None and activation is None:
+        return product.astype(out_dtype)
+    floating = jnp.issubdtype(product.dtype, jnp.floating)
+    least = np.float32 if activation is not None or floating else product.dtype
+    wide = jnp.promote_types(product.dtype, least)
+    wide = wide if bias is None else jnp.promote_types(wide, bias.dtype)
+    value = product.astype(wide)
+    value = value if bias is None else value + bias.astype(wide)
+    return _activate(value, activation).astype(out_dtype)
 
 
 def _differentiable(plan: Plan, forms: Forms | None, native: Plan) -> Plan:

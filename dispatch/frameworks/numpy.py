@@ -149,6 +149,9 @@ class NumpyRoom:
 
         return formed(plan, forms)
 
+    def deferred(self, call: Any, options: Any) -> None:
+        """Return None: nothing waits."""
+
     def measurable(self, a: NDArray[Any]) -> str | None:
         """Return a reason for complex values: errors are measured in float64."""
         return "complex products are not measured" if a.dtype.kind == "c" else None

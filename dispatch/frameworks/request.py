@@ -113,9 +113,10 @@ def own_product(call: Request) -> Plan:
 def is_callers(call: Request, plan: Plan, error: BaseException) -> bool:
     """Return whether what a plan raised is the caller's own: an interrupt, a framework's control flow, its own product.
 
-    torch's checkpointing ends a recomputation early by an exception out of its saved-tensor hooks.
+    torch's checkpointing ends a recomputation early by an exception out of its saved-tensor hooks; JAX raises
+    FloatingPointError for what jax_debug_nans and jax_debug_infs find, in any product.
     """
-    if isinstance(error, KeyboardInterrupt) or type(error).__module__ == "torch.utils.checkpoint":
+    if isinstance(error, KeyboardInterrupt | FloatingPointError) or type(error).__module__ == "torch.utils.checkpoint":
         return True
     problem = describe(call)
     return problem is None or plan is native(problem)

@@ -200,6 +200,9 @@ class TorchRoom:
             return product
         return lambda a, b, bias=None: self.epilogue(product(a, b), problem, bias)
 
+    def deferred(self, call: Any, options: Any) -> None:
+        """Return None: nothing waits."""
+
     def measurable(self, a: Any) -> str | None:
         """Return a reason during graph capture, and for a tensor without values, a complex or a quantized one."""
         if _captured(a):

@@ -1,0 +1,156 @@
+"""Products that XLA's partitioner spreads over devices: each device's part is a problem of its own, decided for it."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Array = Any
+HERE, SEVERAL, ELSEWHERE = "here", "several", "elsewhere"
+Spec = tuple[Any, ...]
+for _dtype in (np.float32, np.float64):
+    jax.numpy.finfo(_dtype)  # XLA's threads flush subnormals, and NumPy warns of that where it first looks at a dtype
+
+
+def several_devices(*arrays: Array) -> bool:
+    """Return whether an array is spread over several devices."""
+    return any(len(array.sharding.device_set) > 1 for array in arrays)
+
+
+def needs_devices(*primitives: Any) -> None:
+    """Let JAX lower programs with these primitives only once it knows the devices."""
+    try:
+        from jax._src.dispatch import prim_requires_devices_during_lowering
+    except ImportError:  # then `place` finds no devices, and says ELSEWHERE
+        return
+    prim_requires_devices_during_lowering.update(primitives)
+
+
+def place(ctx: Any) -> str:
+    """Return where a program being lowered will run.
+
+    HERE: on one device like the default one, or each device by itself in a shard_map. SEVERAL: on a mesh, by the
+    partitioner. ELSEWHERE: exported, for another platform, or in a way that leaves nothing to choose.
+    """
+    module = ctx.module_context
+    default = jax.config.jax_default_device or jax.devices()[0]
+    platform = "cuda" if default.platform == "gpu" else default.platform
+    if tuple(ctx.platforms or module.platforms) != (platform,) or module.lowering_parameters.for_export:
+        return ELSEWHERE
+    axes = module.axis_context
+    if hasattr(axes, "manual_axes"):
+        return HERE if set(axes.manual_axes) == set(axes.mesh.axis_names) else ELSEWHERE
+    count = getattr(axes, "num_devices", None)
+    if count == 1:
+        return HERE
+    known = getattr(axes, "device_assignment", None) and getattr(axes, "abstract_mesh", None)
+    return SEVERAL if known and jax.config.jax_use_shardy_partitioner else ELSEWHERE
+
+
+def partitioned(
+    own: Callable[..., Array], multiply: Callable[..., Array], dimension_numbers: Any, ranks: Sequence[int]
+) -> Callable[..., Array]:
+    """Return the product of two arrays spread over a mesh, as jax.lax.dot_general spreads it.
+
+    own: the framework's product, for the result's shape. multiply: the product of one device's parts. Where the
+    contracted dimensions are spread, the parts' products are summed over those axes of the mesh.
+    """
+    of_a, of_b, of_out, contracted = _factors(dimension_numbers, ranks)
+    x64 = bool(jax.config.jax_enable_x64)
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        specs = (of_a, operands[0].sharding.spec), (of_b, operands[1].sharding.spec)
+        axes = _axes_of_factors(specs, {factor for factor in contracted if not _alike(factor, *specs)})
+        summed = [name for factor in contracted for name in axes.get(factor, ())]
+
+        def part(a: Array, b: Array) -> Array:
+            with jax.enable_x64(x64):
+                out = multiply(a, b)
+                return jax.lax.psum(out, tuple(summed)) if summed else out
+
+        shardings = [NamedSharding(mesh, _spec(factors, axes)) for factors in (of_a, of_b, of_out)]
+        return mesh, part, shardings[2], tuple(shardings[:2])
+
+    made = custom_partitioning(own)
+    rule = f"{' '.join(of_a)}, {' '.join(of_b)} -> {' '.join(of_out)}"
+    made.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(contracted))
+    called: Callable[..., Array] = made
+    return called
+
+
+def explicit(avals: Sequence[Any]) -> bool:
+    """Return whether the types of the operands say how they are spread."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    return all(not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit} for mesh in meshes)
+
+
+def mapped(
+    multiply: Callable[..., Array], dimension_numbers: Any, avals: Sequence[Any], out: Any
+) -> Callable[..., Array]:
+    """Return the product of two arrays whose types say how they are spread, as a shard_map of `multiply`.
+
+    avals: the operands' types; out: the result's. An axis of the mesh that both ask for differently is the first's.
+    """
+    of_a, of_b, of_out, contracted = _factors(dimension_numbers, [aval.ndim for aval in avals])
+    specs = (of_a, avals[0].sharding.spec), (of_b, avals[1].sharding.spec)
+    axes = _axes_of_factors(specs, {factor for factor in contracted if not _alike(factor, *specs)})
+    summed = tuple(name for factor in contracted for name in axes.get(factor, ()))
+    spec_a, spec_b, spec_out = (_spec(factors, axes) for factors in (of_a, of_b, of_out))
+
+    def part(a: Array, b: Array) -> Array:
+        product = multiply(a, b)
+        return jax.lax.psum(product, summed) if summed else product
+
+    spread = jax.shard_map(part, mesh=out.sharding.mesh, in_specs=(spec_a, spec_b), out_specs=spec_out, check_vma=False)
+
+    def whole(a: Array, b: Array) -> Array:
+        product = spread(jax.sharding.reshard(a, spec_a), jax.sharding.reshard(b, spec_b))
+        return jax.sharding.reshard(product, out.sharding.spec)
+
+    return whole
+
+
+def _factors(dimension_numbers: Any, ranks: Sequence[int]) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return a name for each dimension of a, b and the result; the same where they are the same, and the contracted."""
+    (contract_a, contract_b), (batch_a, batch_b) = dimension_numbers
+    names = iter(string.ascii_lowercase)
+    of_a, of_b = [next(names) for _ in range(ranks[0])], [""] * ranks[1]
+    for one, other in (*zip(contract_a, contract_b, strict=True), *zip(batch_a, batch_b, strict=True)):
+        of_b[other] = of_a[one]
+    of_b = [name or next(names) for name in of_b]
+    rows = [of_a[dim] for dim in range(ranks[0]) if dim not in (*contract_a, *batch_a)]
+    columns = [of_b[dim] for dim in range(ranks[1]) if dim not in (*contract_b, *batch_b)]
+    return of_a, of_b, [*(of_a[dim] for dim in batch_a), *rows, *columns], [of_a[dim] for dim in contract_a]
+
+
+def _alike(factor: str, *operands: tuple[list[str], Any]) -> bool:
+    """Return whether every operand is spread alike along a factor."""
+    return len({_entry(factors, spec, factor) for factors, spec in operands}) == 1
+
+
+def _entry(factors: list[str], spec: Any, factor: str) -> Spec:
+    entry = dict(zip(factors, spec, strict=False)).get(factor)
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _axes_of_factors(operands: Sequence[tuple[list[str], Any]], whole: set[str]) -> dict[str, Spec]:
+    """Return the axes of the mesh for each factor but those in `whole`; an axis that two ask for is the first one's."""
+    axes: dict[str, Spec] = {}
+    taken: set[Any] = set()
+    for factors, spec in operands:
+        for factor in factors:
+            free = tuple(name for name in _entry(factors, spec, factor) if name not in taken)
+            if free and factor not in axes and factor not in whole:
+                axes[factor] = free
+                taken.update(free)
+    return axes
+
+
+def _spec(factors: list[str], axes: dict[str, Spec]) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(factor) for factor in factors))

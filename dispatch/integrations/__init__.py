@@ -1,0 +1,1 @@
+"""Layers of other libraries whose products are dispatched: users of the public functions alone."""

@@ -1,0 +1,90 @@
+"""Flax: a dot_general to inject into its layers, linen's and nnx's, with the module's path as the product's scope.
+
+    nn.Dense(1024, dot_general_cls=dispatch.integrations.flax.LinenDotGeneral)        # linen
+    dispatch.integrations.flax.convert(model, scope="encoder")                         # nnx: every layer in it
+
+Parameters stay where they were, under the names they had: optimizers and checkpoints see no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+import dispatch
+
+Array = Any
+_Model = TypeVar("_Model", bound=nnx.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class DotGeneral:
+    """A dispatched jax.lax.dot_general, to be passed as `dot_general=`; equal to another of the same options.
+
+    scope: where in the model the product stands. policy: a Policy, name or path; the one in force if None. backend:
+    use this one or raise NoBackendError.
+    """
+
+    scope: str | None = None
+    policy: dispatch.Policy | str | None = None
+    backend: str | None = None
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **options: Any,
+    ) -> Array:
+        """Return the product as jax.lax.dot_general does; options: its others, such as out_sharding."""
+        room: Any = dispatch.framework("jax")
+        choice = room.choice(self.policy, self.backend, self.scope)
+        options |= {"precision": precision, "preferred_element_type": preferred_element_type}
+        return room.dot_general(lhs, rhs, dimension_numbers, choice, **options)
+
+    def einsum(self, *operands: Any, **options: Any) -> Array:
+        """Return jnp.einsum of the operands with this dot_general."""
+        return jnp.einsum(*operands, _dot_general=self, **options)
+
+
+class LinenDotGeneral(linen.Module):  # type: ignore[misc]
+    """What linen's layers take as `dot_general_cls`: a DotGeneral whose scope is the layer's path. It has no variables.
+
+    policy, backend: as in DotGeneral; set by functools.partial.
+    """
+
+    policy: dispatch.Policy | str | None = None
+    backend: str | None = None
+
+    @linen.compact  # type: ignore[untyped-decorator]
+    def __call__(self, *operands: Any, **options: Any) -> Array:
+        """Return the product as jax.lax.dot_general does."""
+        scope = ".".join(self.path[:-1]) or None
+        return DotGeneral(scope, self.policy, self.backend)(*operands, **options)
+
+
+def convert(
+    model: _Model, *, scope: str = "", policy: dispatch.Policy | str | None = None, backend: str | None = None
+) -> _Model:
+    """Return an nnx model, changed in place: the products of its Linear, LinearGeneral and Einsum are dispatched.
+
+    Attention's projections are LinearGeneral, and among them. scope: put before each layer's path. policy, backend: as
+    in DotGeneral. A layer that was given another dot_general than JAX's keeps it.
+    """
+    for path, layer in nnx.iter_modules(model):
+        product = DotGeneral(".".join(filter(None, [scope, *map(str, path)])) or None, policy, backend)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral) and _is_own(layer.dot_general):
+            layer.dot_general = product
+        elif isinstance(layer, nnx.Einsum) and layer.einsum_op in (jnp.einsum, None):
+            layer.einsum_op = product.einsum
+    return model
+
+
+def _is_own(dot_general: Any) -> bool:
+    return dot_general is None or dot_general is jax.lax.dot_general or isinstance(dot_general, DotGeneral)

@@ -136,13 +136,13 @@ def _key(call: Request, options: Options) -> Hashable | None:
     plain = call.bias is call.activation is call.out_dtype is options.backend is options.scope is call.op is None
     if plain and options.policy is current_policy() and (call.plain or call.weighted):  # as matmul itself makes it
         return own if call.plain else call.room.key(call.a, call.b.array, (_active(),))
-    facts = tuple(_facts(x) for x in (call.a, call.b))
+    facts = tuple(_facts(call, x) for x in (call.a, call.b))
     return own, facts, bias, call.activation, call.out_dtype, call.op, options.backend, options.scope, options.policy
 
 
-def _facts(operand: Any) -> Hashable:
+def _facts(call: Request, operand: Any) -> Hashable:
     if isinstance(operand, ScaledArray):
-        return operand.recipe, operand.axis, operand.dtype
+        return operand.recipe, operand.axis, operand.dtype, call.room.modes(operand.scale)
     return isinstance(operand, PreparedOperand)
 
 

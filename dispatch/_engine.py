@@ -106,8 +106,7 @@ class Engine:
 
     def decision(self, call: Request, problem: Problem, options: Options) -> tuple[Decision, bool]:
         """Return the decision for a problem, and whether later calls may rely on it."""
-        policy = options.policy.for_problem(problem, options.scope)
-        policy = policy if options.backend is None else self._only(policy, options.backend)
+        policy = self._policy(problem, options)
         case = _Case(call, problem, policy, options, *self._candidates(problem, policy))
         if options.backend is not None and not case.able:
             raise NoBackendError(no_backend(problem, case.rejections))
@@ -183,6 +182,7 @@ class Engine:
         if complete:
             modes = tuple(mode for mode in case.problem.modes if mode == "traced")  # the others are the call's
             self.decisions.keep(key, replace(decision, problem=replace(case.problem, modes=modes)))
+            self.guard.measured(case.problem, case.options.scope, case.policy)
         return decision, complete or not table.postponed
 
     def _table(self, case: _Case, timings: Timings) -> Table:
@@ -248,7 +248,7 @@ class Engine:
         serving = call.room.adapt(plan, None if call.plain else forms, problem, dressed, product)
         if alone:  # any shape will do
             return serving
-        policy = options.policy.for_problem(problem, options.scope)
+        policy = self._policy(problem, options)
         serving = self.guard.watching(serving, dressed, call.room, decision, policy, options.scope)
         assert call.shapes is not None
         shape_a, shape_b = (tuple(array_of(x).shape) for x in (call.a, call.b))
@@ -307,12 +307,15 @@ class Engine:
             return broken(f"{type(error).__name__}: {error}")
         return list(dict.fromkeys(reasons))
 
-    def _only(self, policy: Policy, backend: str) -> Policy:
-        """Return `policy` with one backend allowed, at any speed, within the same tolerance."""
-        if backend not in self.registry.backends:
+    def _policy(self, problem: Problem, options: Options) -> Policy:
+        """Return the policy for a problem; where a backend is named, with that alone, at any speed."""
+        policy = options.policy.for_problem(problem, options.scope)
+        if options.backend is None:
+            return policy
+        if options.backend not in self.registry.backends:
             names = ", ".join(self.registry.backends) or "none"
-            raise NoBackendError(f"backend {backend!r} is not registered; registered: {names}")
-        only = {"allow": [backend], "deny": []}
+            raise NoBackendError(f"backend {options.backend!r} is not registered; registered: {names}")
+        only = {"allow": [options.backend], "deny": []}
         return policy.override(backends=only, gate={"min_speedup": 0.0, "min_speedup_lossless": 0.0})
 
     def _keys(self, case: _Case) -> list[str]:

@@ -52,8 +52,8 @@ class Guard:
     """How outputs are watched after tuning.
 
     mode: `off`, or `strict`: each is probed before it is returned. probe_every: with `off`, only every so many of a
-    problem's; 0 for none. cool_down_s: how long the framework's own product serves after a result was refused, before
-    the problem is measured again.
+    known call's; 0 for none. cool_down_s: how long the framework's own product serves after a result was refused,
+    before the problem is measured again.
     """
 
     mode: str

@@ -34,6 +34,7 @@ _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
+_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched maps over
 
 
 class TorchRoom:
@@ -56,6 +57,8 @@ class TorchRoom:
         if _modes() or _functorch() is not None or forward_ad._current_level >= 0:
             return None
         if type(a) not in _PLAIN or type(b) not in _PLAIN or a.layout is not _strided or b.layout is not _strided:
+            return None
+        if _batched(a) or _batched(b):
             return None
         layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
         grad = (a.requires_grad or b.requires_grad) and _grad_enabled()

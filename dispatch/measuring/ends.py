@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dispatch._measurement import BASELINE
+from dispatch._decision import as_good
+from dispatch._measurement import BASELINE, Candidate, Error
 from dispatch._problem import Problem
 from dispatch.frameworks.operands import array_of
 from dispatch.measuring.buckets import bucket
 from dispatch.measuring.latency import Timing
-from dispatch.measuring.session import Entrant, Operands, Table, Timings, measure
+from dispatch.measuring.session import Entrant, Operands, Table, Timings, measure, worse_error
 
 if TYPE_CHECKING:
     from dispatch.frameworks import Framework
@@ -29,35 +30,60 @@ def at_ends(
     policy: Policy,
     table: Table,
 ) -> None:
-    """Fill `table.timings` with the worse of both ends of the problem's bucket, and say what failed there.
+    """Fill `table` with the worse timings and errors of both ends of the problem's bucket, and say what failed there.
 
     operands: in canonical shapes; a is replaced by random values. entrants: gives the candidates that can run at an
-    end. A candidate that can run at neither is not timed here, and nothing is where one m has a bucket of its own.
+    m. One that can run at neither end is timed at the problem's own m. Nothing is done where one m has a bucket of its
+    own.
     """
     first, last = bucket(problem)
     if first == last:
         return
     ends: list[Timings] = []
-    for m in (first, last):
+    for m in dict.fromkeys((first, problem.m, last)):
+        known = {candidate for timings in ends for candidate in timings}
         asked, there = replace(problem, m=m), Table()
-        measure(room, asked, entrants(asked), _of_height(room, m, operands), policy, there)
+        able = entrants(asked)
+        if m not in (first, last):
+            beyond = {e.candidate for e in entrants(replace(problem, m=last))}
+            able = [e for e in able if e.candidate not in known | beyond]
+            if not able:
+                continue
+        measure(room, asked, able, _of_height(room, m, operands), policy, there)
         table.faults |= there.faults
         table.out_of_memory |= there.out_of_memory
         table.postponed += there.postponed
         ends.append(there.timings)
+        for candidate, error in _beyond(there, policy).items():
+            table.elsewhere[candidate] = worse_error(table.elsewhere.get(candidate, error), error)
     table.timings = worse(*ends)
 
 
-def worse(first: Timings, last: Timings) -> Timings:
-    """Return the baseline's timing at the last m, and of each candidate the worse speedup, as a latency there.
+def _beyond(table: Table, policy: Policy) -> dict[Candidate, Error]:
+    """Return the errors that do not pass: beyond the tolerance, and worse than what the baseline makes there."""
+    own, metric = table.measurements[BASELINE], policy.error.metric
+    errors = {candidate: x.error for candidate, x in table.measurements.items() if x.error is not None}
+    base = own.error
+    return {
+        candidate: error
+        for candidate, error in errors.items()
+        if base is not None
+        and error.value(metric) > policy.error.tolerance
+        and not as_good(error, base, own.rounding, metric)
+    }
 
-    So latencies of candidates compare with one another, whichever end each is worse at.
+
+def worse(*ends: Timings) -> Timings:
+    """Return the baseline's timing at the last m, and of each candidate the worst speedup, as a latency there.
+
+    So latencies of candidates compare with one another, whichever m each is worst at.
     """
+    last = ends[-1]
     base = last[BASELINE]
-    found = {BASELINE: replace(base, settled=base.settled and first[BASELINE].settled)}
-    for candidate in dict.fromkeys((*first, *last)):
+    found = {BASELINE: replace(base, settled=all(timings[BASELINE].settled for timings in ends))}
+    for candidate in dict.fromkeys(candidate for timings in ends for candidate in timings):
         if candidate != BASELINE:
-            timings = [ends[candidate] for ends in (first, last) if candidate in ends]
+            timings = [own[candidate] for own in ends if candidate in own]
             worst = min(timings, key=lambda timing: timing.speedup)
             settled = all(timing.settled for timing in timings)
             found[candidate] = worst if worst is last.get(candidate) else _scaled(worst, base)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dispatch._backend import Plan, Rejection
-from dispatch._decision import LOSSLESS_RATIO, Decision
+from dispatch._decision import Decision
 from dispatch._measurement import BASELINE
 from dispatch._problem import Problem
 from dispatch.measuring.probe import ESTIMATED, beyond
@@ -52,7 +52,7 @@ class Guard:
         if not every or "traced" in decision.problem.modes or unguardable(decision.problem, policy):
             return plan
         problem, key = replace(decision.problem, modes=()), _key(decision.problem, scope, policy)
-        metric, limit, calls = policy.error.metric, _limit(decision, policy), itertools.count(1)
+        metric, limit, calls = policy.error.metric, policy.error.tolerance, itertools.count(1)
 
         def watched(*operands: Any) -> Any:
             trip = self._trips.get(key)
@@ -92,12 +92,15 @@ class Guard:
         self._forget()
 
     def distrusts(self, problem: Problem, scope: str | None, policy: Policy) -> bool:
-        """Return whether what is remembered for a problem is to be measured again: once, after a cool-down."""
-        key = _key(problem, scope, policy)
+        """Return whether what is remembered for a problem is to be measured again, after a cool-down."""
+        if policy.tuning.mode != "measure" or "traced" in problem.modes:
+            return False
+        return _key(problem, scope, policy) in self._again
+
+    def measured(self, problem: Problem, scope: str | None, policy: Policy) -> None:
+        """Take note that a problem was measured, and the decision is remembered."""
         with self._lock:
-            found = key in self._again
-            self._again.discard(key)
-        return found
+            self._again.discard(_key(problem, scope, policy))
 
     def noted(self, decision: Decision, scope: str | None, policy: Policy) -> Decision:
         """Return a decision, with what the guard knows of it in its reason."""
@@ -123,10 +126,3 @@ def unguardable(problem: Problem, policy: Policy) -> list[Rejection]:
 
 def _key(problem: Problem, scope: str | None, policy: Policy) -> Hashable:
     return replace(problem, modes=()), scope, policy.choice_fingerprint
-
-
-def _limit(decision: Decision, policy: Policy) -> float:
-    """Return the error that is allowed: the tolerance, or that of the framework's own product when it was measured."""
-    base, metric = decision.baseline, policy.error.metric
-    own = [] if base is None else [x.value(metric) for x in (base.error, base.rounding) if x is not None]
-    return max([policy.error.tolerance, *(LOSSLESS_RATIO * value for value in own if value < float("inf"))])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dispatch._problem import Problem
+from dispatch.frameworks.operands import stated
 from dispatch.measuring.error import Float64, Rows, compare
 from dispatch.measuring.session import Baseline, Operands
 
@@ -22,7 +23,7 @@ VECTORS = 32
 SUSPICION = 0.25
 """Share of the allowed squared error, as estimated, from which a row is looked at again."""
 LOOKED_AT = 64
-"""Rows that are looked at again at once, the largest estimates first, until they are half of what is allowed."""
+"""Rows that are looked at again at once, the largest estimates first."""
 ESTIMATED = ("similarity_loss", "relative_l2")
 """Metrics that the probes estimate: the other is about single elements."""
 
@@ -30,15 +31,15 @@ ESTIMATED = ("similarity_loss", "relative_l2")
 def beyond(
     room: Framework, problem: Problem, out: Any, operands: Operands, metric: str, limit: float, seed: int
 ) -> float | None:
-    """Return the worst error found beyond `limit` by `metric`, or None; Inf where anything is not finite.
+    """Return an error beyond `limit` by `metric` that was found, or None if there is none.
 
     out: (*batch, m, n), the result for operands a (*batch, m, k), b (*batch, k, n) and perhaps a bias, of arrays,
     ScaledArrays or PreparedOperands; no activation. metric: one of ESTIMATED. seed: of the signs, another in each call.
     """
-    base = Baseline(room, problem, operands)
+    a, b, *bias = operands
+    base = Baseline(room, problem, (stated(room, a, problem.a.dtype), stated(room, b, problem.b.dtype), *bias))
     squares = estimates(base, out, seed, metric)
-    if not np.isfinite(squares).all():
-        return float("inf")
+    squares[np.isnan(squares)] = np.inf
     allowed = limit * limit if metric == "relative_l2" else limit
     suspects = np.flatnonzero(squares > SUSPICION * allowed)
     suspects = suspects[np.argsort(-squares[suspects])]
@@ -47,16 +48,14 @@ def beyond(
         error = compare(reference.sampled(room, out), reference.values).value(metric)
         if error > limit:
             return error
-        if error < limit / 2:  # and those after them are less suspect
-            return None
     return None
 
 
 def estimates(base: Baseline, out: Any, seed: int, metric: str) -> Float64:
     """Return the estimated similarity_loss, or the square of relative_l2, of every row of a result, flattened."""
     room, problem = base.room, base.problem
-    wide = room.name != "jax" and {"float32", "float64"} & {problem.a.dtype, problem.b.dtype}
-    dtype = "float64" if wide else "float32"
+    dtypes = {problem.a.dtype, problem.b.dtype}
+    dtype = "float64" if "float64" in dtypes or ("float32" in dtypes and room.name != "jax") else "float32"
 
     def cast(x: Any) -> Any:
         return room.cast(x, dtype)

@@ -33,13 +33,15 @@ class Table:
 
     timings: latencies; where they are complete beforehand only errors are measured. degenerate: the operands are
     constant or not finite; the errors are then the worse of theirs and of random data's. postponed: candidates that
-    were left out, since compiling the others took as long as the policy allows.
+    were left out, since compiling the others took as long as the policy allows. elsewhere: errors that do
+    not pass on other problems that share the decision; the worse counts.
     """
 
     measurements: dict[Candidate, Measurement] = field(default_factory=dict)
     timings: Timings = field(default_factory=dict)
     degenerate: bool = False
     postponed: list[Candidate] = field(default_factory=list)
+    elsewhere: dict[Candidate, Error] = field(default_factory=dict)
     faults: dict[Candidate, str] = field(default_factory=dict)
     out_of_memory: dict[Candidate, str] = field(default_factory=dict)
 
@@ -84,6 +86,8 @@ def measure(
     if not {BASELINE, *(e.candidate for e in able)} <= set(table.timings):
         gates = {e.candidate: _gate(problem, e.candidate, errors, rounding, policy) for e in able}
         table.timings = _timed(base, able, operands, gates, policy, table)
+    for candidate, error in table.elsewhere.items():
+        errors[candidate] = worse_error(errors.get(candidate, error), error)
     for candidate in (BASELINE, *(e.candidate for e in able)):
         timing = table.timings[candidate]
         table.measurements[candidate] = Measurement(

@@ -47,15 +47,15 @@ class PreparedOperand:
         self._hold(_room(array), array)
         if self._room.name == "jax":
             _register_pytree()
-        self._number = next(_numbers)
-        _living[self._number] = self
 
     def _hold(self, room: Framework, array: Any) -> None:
         self._room = room
         self._array = array
         self._lock = threading.Lock()
         self._forms: dict[Hashable, _Form] = {}
-        self._made_at = self._room.state(array)
+        self._made_at = room.state(array) if framework_of(array) is room else None
+        self._number = next(_numbers)
+        _living[self._number] = self
 
     @property
     def array(self) -> Any:
@@ -124,6 +124,8 @@ class PreparedOperand:
         return PreparedOperand, (self._array,)
 
     def __repr__(self) -> str:
+        if framework_of(self._array) is None:  # a leaf that JAX put in place of the array
+            return f"PreparedOperand({self._array!r})"
         return f"PreparedOperand({self._room.name}, {self.dtype}, shape={self.shape}, forms={len(self._forms)})"
 
 
@@ -157,15 +159,17 @@ def _register_pytree() -> None:
             return
         tree = sys.modules["jax"].tree_util
 
-        def flatten(x: PreparedOperand) -> tuple[Any, None]:
-            return (x.array,), None
+        def flatten(x: PreparedOperand) -> tuple[Any, str]:
+            return (x.array,), x._room.name
 
-        def flatten_with_keys(x: PreparedOperand) -> tuple[Any, None]:
-            return ((tree.GetAttrKey("array"), x.array),), None
+        def flatten_with_keys(x: PreparedOperand) -> tuple[Any, str]:
+            return ((tree.GetAttrKey("array"), x.array),), x._room.name
 
-        def unflatten(_: None, children: Any) -> PreparedOperand:
+        def unflatten(name: str, children: Any) -> PreparedOperand:
+            (array,) = children
             made = object.__new__(PreparedOperand)
-            made._hold(framework("jax"), *children)  # JAX also rebuilds a pytree with leaves that are no arrays
+            # JAX also rebuilds a pytree with leaves that are no arrays, and with those of another framework.
+            made._hold(framework_of(array) or framework(name), array)
             return made
 
         tree.register_pytree_with_keys(PreparedOperand, flatten_with_keys, unflatten, flatten)

@@ -398,3 +398,14 @@ class TestTransforms:
 
 def _hessian(a: Any, b: Any) -> Any:
     return torch.func.hessian(lambda x: (x @ b).square().sum())(a)
+
+
+def test_batched_gradients_are_as_torchs_own():
+    """is_grads_batched and vectorized Jacobians map by a vmap of their own, whose tensors look plain."""
+    x = torch.randn(5, 8).bfloat16().requires_grad_()
+    b, many = torch.randn(8, 3).bfloat16(), torch.randn(4, 5, 3).bfloat16()
+    for product in (torch.matmul, dispatch.matmul):
+        (grad,) = torch.autograd.grad(product(x, b), x, many, is_grads_batched=True)
+        torch.testing.assert_close(grad, many @ b.mT)
+        found = torch.autograd.functional.jacobian(lambda y, f=product: f(y, b), x.detach(), vectorize=True)
+        assert found.shape == (5, 3, 5, 8)

@@ -188,6 +188,31 @@ def test_what_is_rejected_at_an_m_neither_serves_it_nor_keeps_the_others_from_it
         assert watch.timed == [1, 16]  # the odd end could not be timed with it, and at an odd m there is no choice
 
 
+def test_what_is_wrong_at_an_end_serves_none_of_the_bucket():
+    product = lambda a, b, bias=None: a @ b * (1.5 if a.shape[0] == 16 else 1.0)  # noqa: E731
+    with registered(FakeBackend("fast", product)), watched(fast):
+        assert "error above tolerance" in check(5).reason
+        assert check(16).backend != "fast"
+
+
+def test_what_runs_at_neither_end_is_timed_apart():
+    class Middle(FakeBackend):
+        def rejections(self, problem):
+            return [Rejection("m", str(problem.m), "2 to 15")] if problem.m in (1, 16) else []
+
+    def latency(name, m):
+        return {"baseline": 100.0, "middle": 50.0}.get(name, 200.0 if m in (1, 16) else 10.0)
+
+    product = lambda a, b, bias=None: a @ b  # noqa: E731
+    with registered(FakeBackend("slow_ends", product), Middle("middle", product)), watched(latency) as watch:
+        decision = check(5)
+        assert decision.backend == "middle"
+        found = {v.candidate.backend: v.measurement.speedup for v in decision.candidates if v.measurement}
+        assert found["slow_ends"] == pytest.approx(0.5)
+        assert found["middle"] == pytest.approx(2.0)
+        assert watch.timed == [1, 5, 16]
+
+
 def test_a_plan_that_raises_at_an_end_alone_is_a_fault(engine):
     def fails_at_sixteen(a, b, bias=None):
         if a.shape[0] == 16:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 
@@ -308,6 +309,145 @@ class TestStrict:
             dispatch.matmul(a, b)
             dispatch.matmul(a, dispatch.prepare(b))
         assert dispatch.stats()["guard"]["probed"] == 0
+
+
+class TestWhatHidesAFault:
+    """Rows that round to nothing, other dtypes, calls that were traced before: none switches the guard off."""
+
+    def served(self, kernel):
+        return registered(fp8(kernel)), fake_timings({"baseline": 100.0, "fp8": 10.0})
+
+    def test_rows_that_underflow(self):
+        kernel = Faulty()
+        a, b = normal(256, 96), normal(96, 80, seed=1) * np.float16(0.01)
+        small = a.copy()
+        small[10:80] *= np.float16(6e-8)
+        backend, clock = self.served(kernel)
+        with backend, clock, use_policy(guard=STRICT):
+            dispatch.matmul(small, b)  # their rounding is all that is wrong with them, and all that there is of them
+            kernel.fault = "wrong row"
+            for data in (small, a):
+                is_right(dispatch.matmul(data, b)[:4], data[:4], b)
+            assert dispatch.stats()["guard"]["refused"] == 1
+
+    def test_integers_that_wrap(self):
+        def wrong(a, b, bias=None):
+            out = a @ b
+            out[30] = 0
+            return out
+
+        rng = np.random.default_rng(0)
+        a, b = (rng.integers(-99, 99, shape, dtype=np.int8) for shape in ((64, 96), (96, 80)))
+        product = [np.matmul]
+        backend = FakeBackend("fast", lambda a, b, bias=None: product[0](a, b))
+        backend.capabilities = (dispatch.Capability(("numpy",), ("*",), ("int8",), ("int8",)),)
+        with registered(backend), fake_timings({"baseline": 100.0, "fast": 10.0}), use_policy(guard=STRICT):
+            dispatch.matmul(a, b)
+            assert dispatch.stats()["guard"] == {"probed": 1, "tripped": 0, "refused": 0}
+            product[0] = wrong
+            np.testing.assert_array_equal(dispatch.matmul(a, b), a @ b)
+
+    @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e45])
+    def test_float64_of_jax(self, scale):
+        jax = pytest.importorskip("jax")
+        if not hasattr(jax, "enable_x64"):
+            pytest.skip("this JAX switches x64 for the whole process")
+        kept = [1.0]
+
+        def product(a, b, bias=None):
+            made = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
+            return jax.pure_callback(lambda x, y: np.asarray(x) @ np.asarray(y) * kept[0], made, a, b)
+
+        with (
+            jax.enable_x64(True),
+            registered(FakeBackend("fast", product)),
+            fake_timings({"baseline": 100.0, "fast": 10.0}),
+            use_policy(guard=STRICT),
+        ):
+            a, b = (jax.numpy.asarray(normal(*x, dtype=np.float64) * scale) for x in ((40, 64), (64, 30)))
+            dispatch.matmul(a, b)
+            assert dispatch.stats()["guard"] == {"probed": 1, "tripped": 0, "refused": 0}
+            kept[0] = 0.0
+            np.testing.assert_allclose(dispatch.matmul(a, b), np.asarray(a) @ np.asarray(b), rtol=1e-9)
+
+    def test_a_product_that_was_traced_before(self):
+        jax = pytest.importorskip("jax")
+        kept = [1.0]
+
+        def host(x, y, s, t):
+            return ((x.astype(np.float32) * s) @ (y.astype(np.float32) * t) * kept[0]).astype(np.float16)
+
+        def product(a, b, bias=None):
+            made = jax.ShapeDtypeStruct((64, 80), np.float16)
+            given = (a.data, b.data, a.scale, b.scale)
+            return jax.pure_callback(lambda *x: host(*map(np.asarray, x)), made, *given)
+
+        like = framework("jax").normal((1,), "float16", 0)
+        a, b = (framework("jax").asarray(x, like) for x in (normal(64, 96), normal(96, 80, seed=1)))
+        left, right = dispatch.quantize(a, "e4m3:row"), dispatch.quantize(b, "e4m3:row", axis=-2)
+        with registered(fp8(product)), fake_timings({"baseline": 100.0, "fp8": 10.0}), use_policy(guard=STRICT):
+            jax.jit(lambda scale: dispatch.matmul(dataclasses.replace(left, scale=scale), right))(left.scale)
+            kept[0] = 0.0
+            is_right(np.asarray(dispatch.matmul(left, right)), np.asarray(a), np.asarray(b))
+            jax.jit(lambda scale: dispatch.matmul(dataclasses.replace(left, scale=scale), right))(left.scale)
+        assert dispatch.stats()["quarantined"] == {}
+
+    def test_large_values_are_no_fault(self):
+        torch = pytest.importorskip("torch")
+        a, b = (torch.from_numpy(normal(*x, dtype=np.float32)) for x in ((16, 32), (32, 2048)))
+        a, b = a.bfloat16() * 1e18, b.bfloat16() * 1e18
+        backend = FakeBackend("fast", lambda a, b, bias=None: torch.matmul(a.double(), b.double()).to(a.dtype))
+        with registered(backend), fake_timings({"baseline": 100.0, "fast": 10.0}), use_policy(guard=STRICT):
+            assert torch.isfinite(dispatch.matmul(a, b)).all()
+            assert dispatch.stats()["guard"] == {"probed": 1, "tripped": 0, "refused": 0}
+
+    def test_autocast_is_no_fault(self):
+        torch = pytest.importorskip("torch")
+        a, b = torch.randn(64, 96) + 100, torch.randn(96, 80)
+        b = b - b.mean(0)
+        backend = FakeBackend("fast", lambda a, b, bias=None: (a.double() @ b.double()).to(a.dtype))
+        with registered(backend), fake_timings({"baseline": 100.0, "fast": 10.0}), use_policy(guard=STRICT):
+            with torch.autocast("cpu", torch.bfloat16):
+                dispatch.matmul(a, b)
+            assert dispatch.stats()["guard"] == {"probed": 1, "tripped": 0, "refused": 0}
+
+
+class TestAfterACoolDown:
+    def tripped(self, engine, policy, kernel, a, b, **options):
+        with policy:
+            kernel.fault = None
+            dispatch.matmul(a, b, **options)
+            kernel.fault = "wrong row"
+            dispatch.matmul(a, b, **options)
+            engine.guard._clock.now += 61
+            dispatch.matmul(a, b, **options)
+
+    def test_a_locked_policy_serves_what_is_stored(self, engine):
+        kernel, a, b = Faulty(), normal(64, 96), normal(96, 80, seed=1)
+        with registered(fp8(kernel)), fake_timings({"baseline": 100.0, "fp8": 10.0}):
+            with use_policy(guard=STRICT):
+                dispatch.matmul(a, b)
+            policy = use_policy(guard=STRICT, tuning={"mode": "locked"})
+            self.tripped(engine, policy, kernel, a, b)
+            with policy:
+                for _ in range(3):
+                    is_right(dispatch.matmul(a, b), a, b)
+
+    def test_calls_that_replace_no_decision_do_not_count_as_measuring(self, engine):
+        kernel, a, b = Faulty(), normal(64, 96), normal(96, 80, seed=1)
+        with registered(fp8(kernel)), fake_timings({"baseline": 100.0, "fp8": 10.0}):
+            self.tripped(engine, use_policy(guard=STRICT), kernel, a, b)
+            with use_policy(guard=STRICT):
+                dispatch.matmul(np.ones_like(a), b)
+                is_right(dispatch.matmul(a, b), a, b)
+                assert "error above tolerance" in dispatch.explain(a, b).reason
+
+    def test_a_backend_asked_for_by_name_is_measured_again_too(self, engine):
+        kernel, a, b = Faulty(), normal(64, 96), normal(96, 80, seed=1)
+        with registered(fp8(kernel)), fake_timings({"baseline": 100.0, "fp8": 10.0}):
+            self.tripped(engine, use_policy(guard=STRICT), kernel, a, b, backend="fp8")
+            with use_policy(guard=STRICT), pytest.raises(dispatch.NoBackendError, match="error above tolerance"):
+                dispatch.matmul(a, b, backend="fp8")
 
 
 def test_probe_every_probes_every_so_many():

@@ -435,3 +435,18 @@ def test_a_prepared_tracer_is_measured_as_what_it_is_quantized_in_each_call():
         asked.clear()
         jax.jit(lambda x: dispatch.matmul(x, weight))(x)  # closed over, it has values
         assert {one.b.prepared for one in asked} == {True}
+
+
+def test_of_other_frameworks_jax_trees_rebuild_what_they_were():
+    jax = pytest.importorskip("jax")
+    dispatch.prepare(jax.numpy.ones((3, 3)))  # JAX knows the class from here on
+    weight = torch.ones(4, 6)
+    found = jax.tree.map(lambda leaf: leaf, {"w": prepare(weight)})["w"]
+    made = []
+    for _ in range(2):
+        found.form("key", lambda array: made.append(float(array.sum())))
+        weight.mul_(3)
+        found.form("key", lambda array: made.append(float(array.sum())))
+    assert made == [24.0, 72.0, 216.0]
+    for leaf in (None, "x", 3):
+        assert repr(leaf) in repr(jax.tree.map(lambda _, leaf=leaf: leaf, prepare(jax.numpy.ones((3, 3)))))

@@ -65,6 +65,12 @@ def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any, o
     shapes = Shapes.of(shape_a, shape_b, fold=not isinstance(a, ScaledArray | PreparedOperand))
     if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it has to broadcast to the result's, {shapes.out}")
+    if bias is not None and room.dtype_name(bias).startswith("complex"):
+        kinds = [room.dtype_name(array_of(x)) for x in (a, b)]
+        if not any(kind.startswith("complex") for kind in kinds):
+            raise TypeError(
+                f"bias is {room.dtype_name(bias)} and the product of {' and '.join(kinds)}: it has to be real"
+            )
     return Request(room, a, b, bias, activation, out_dtype, shapes, None if op == "matmul" else op)
 
 

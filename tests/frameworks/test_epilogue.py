@@ -212,3 +212,16 @@ def test_zero_sizes_give_zeros_and_the_epilogue(framework: str, serving: Any) ->
         assert tuple(dispatch.matmul(zeros(0, 4), zeros(4, 0)).shape) == (0, 0)
         assert tuple(dispatch.matmul(zeros(0, 3, 4), zeros(4, 2), bias=bias).shape) == (0, 3, 2)
     assert dispatch.stats()["measured"] == before
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_complex_bias_belongs_to_a_complex_product(framework: str) -> None:
+    pytest.importorskip(framework)
+    room = dispatch.framework(framework)
+    like = room.normal((1,), "float32", 0)
+    a, b = (room.asarray(np.ones(shape, np.float32), like) for shape in ((3, 4), (4, 2)))
+    bias = room.asarray(np.full(2, 1 + 2j, np.complex64), like)
+    with pytest.raises(TypeError, match="bias is complex64 and the product of float32 and float32: it has to be real"):
+        dispatch.matmul(a, b, bias=bias)
+    found = dispatch.matmul(room.cast(a, "complex64"), room.cast(b, "complex64"), bias=bias)
+    np.testing.assert_allclose(room.to_numpy(found), np.full((3, 2), 5 + 2j))

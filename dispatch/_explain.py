@@ -14,6 +14,8 @@ HEADER = ("candidate", "latency", "spread", "speedup", "sim. loss", "rel. L2", "
 def as_text(decision: Decision) -> str:
     """Return the decision as lines: the problem, the choice, the reason, and a row for each candidate."""
     policy = f"policy {decision.policy}, {decision.source}" + ("" if decision.settled else ", not settled")
+    if decision.baseline is not None and decision.baseline.error_data not in (None, "caller"):
+        policy += f", errors on {decision.baseline.error_data} data"
     head = [str(decision.problem), f"  -> {decision.candidate}: {decision.reason}  [{policy}]"]
     first, last = bucket(decision.problem)
     if first < last and decision.baseline is not None:

@@ -60,11 +60,11 @@ class Policy:
 
     @property
     def choice_fingerprint(self) -> str:
-        """The fingerprint without [tuning]: what `measure` has decided, `locked` finds under it."""
+        """The fingerprint without [tuning] and [guard]: what `measure` has decided, `locked` finds under it."""
         values = self.to_dict()
-        del values["tuning"]
+        del values["tuning"], values["guard"]
         for rule in values["rules"]:
-            rule["overrides"] = {k: v for k, v in rule["overrides"].items() if not k.startswith("tuning.")}
+            rule["overrides"] = {k: v for k, v in rule["overrides"].items() if not k.startswith(("tuning.", "guard."))}
         return _digest(values)
 
     def to_dict(self) -> dict[str, Any]:

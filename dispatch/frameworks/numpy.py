@@ -157,7 +157,9 @@ class NumpyRoom:
         return "complex products are not measured" if a.dtype.kind == "c" else None
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> NDArray[Any]:
-        """Return random values on the CPU."""
+        """Return random values on the CPU, the only device. Raises ValueError for another."""
+        if device not in (None, "cpu"):
+            raise ValueError(f"NumPy has no device {device!r}; allowed: cpu")
         random, kind = np.random.default_rng(seed), self.dtype(dtype)
         if kind.kind in "iu":
             return random.integers(0, 8, shape).astype(kind)

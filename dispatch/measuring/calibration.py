@@ -13,7 +13,6 @@ from dispatch._decision import Decision
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch.measuring.latency import Timing
 from dispatch.measuring.session import Timings, worse_error
-from dispatch.policies.policy import current_policy, use_policy
 
 
 class Calibration:
@@ -64,17 +63,17 @@ def calibrate(fn: Callable[..., Any], *batches: Any) -> list[Decision]:
     hold NaN or Inf, say nothing of others and are left out. Functions that JAX has jitted run without jit; what is
     traced all the same (under grad, vmap, scan) has no values, and what runs on other threads is not seen.
 
-    Returns the decisions, one for each problem and scope. Raises what fn raises.
+    Returns the decisions, one for each problem and scope; none for a product that only the framework's own matmul can
+    serve. Raises what fn raises.
     """
     from dispatch import forget  # noqa: PLC0415 - the core is made after this room
 
     calibration = Calibration()
     jax = sys.modules.get("jax")
-    # A policy of its own, so that no call that is known is served; tuning changes no choice.
-    tuning = {"memory_mb": current_policy().tuning.memory_mb + 1, "mode": "measure"}
+    forget()  # a call that is known would be served as it is; meanwhile none becomes known
     token = _in_force.set(calibration)
     try:
-        with use_policy(tuning=tuning), jax.disable_jit() if jax else nullcontext():
+        with jax.disable_jit() if jax else nullcontext():
             for batch in batches:
                 fn(*batch) if isinstance(batch, tuple) else fn(batch)
     finally:

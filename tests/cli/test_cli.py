@@ -317,3 +317,8 @@ def test_a_policy_in_the_environment_that_is_wrong_is_said_without_a_traceback(t
         assert done.returncode == 1
         assert "DISPATCH_POLICY=none" in done.stderr + done.stdout
         assert "Traceback" not in done.stderr
+
+
+def test_a_device_that_numpy_has_not_is_an_error():
+    out = run("explain", "-M", "4", "-N", "4", "-K", "4", "--device", "cuda:0", code=1)
+    assert "NumPy has no device 'cuda:0'; allowed: cpu" in "".join(out)

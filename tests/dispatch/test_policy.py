@@ -469,6 +469,7 @@ CHANGES = {
         "accumulation": ["promoted"],
     },
     "tuning": {"mode": "off", "budget_ms": 1, "compile_ms": 1, "memory_mb": 1},
+    "guard": {"mode": "strict", "probe_every": 1, "cool_down_s": 1},
     "fallback": {"too_slow": [], "too_wrong": []},
     "backends": {"allow": ["cublas"], "deny": ["cublas"]},
     "rules": [{"match": {"m": 1}, "gate": {"min_speedup": 2}}],
@@ -489,6 +490,14 @@ def test_every_condition_is_in_the_fingerprint():
     assert values.keys() == MATCH.keys()
     rules = [{"match": {key: value}, "gate": {"min_speedup": 2}} for key, value in values.items()]
     assert len({load_policy("default").override(rules=[rule]) for rule in rules}) == len(MATCH)
+
+
+def test_the_choice_fingerprint_leaves_the_guard_out():
+    default = load_policy("default")
+    rule = {"match": {"m": 1}, "gate": {"min_speedup": 2}}
+    assert default.override(guard={"mode": "strict"}).choice_fingerprint == default.choice_fingerprint
+    guarded = default.override(rules=[rule | {"guard": {"probe_every": 3}}])
+    assert guarded.choice_fingerprint == default.override(rules=[rule]).choice_fingerprint
 
 
 def test_the_choice_fingerprint_leaves_tuning_out():

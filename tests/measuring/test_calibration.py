@@ -94,6 +94,31 @@ def test_it_takes_the_place_of_what_a_first_call_measured():
         assert dispatch.explain(normal(64, 96), WEIGHT).backend == "fp8"
 
 
+def test_a_function_may_have_a_policy_of_its_own():
+    def model(a):
+        with use_policy(gate={"min_speedup": 1.2}):
+            return layer(a)
+
+    with registered(fp8()), fake_timings(FAST):
+        model(normal(64, 96))
+        model(normal(64, 96))
+        (decision,) = dispatch.calibrate(model, normal(64, 96), outlier(64, 96))
+        assert decision.backend != "fp8"
+        assert decision.policy == "default (overridden)"
+        (decision,) = dispatch.calibrate(layer, normal(64, 96))
+        assert decision.policy == "default"
+
+
+def test_what_was_calibrated_holds_under_the_guard_too():
+    a = normal(64, 96)
+    with registered(fp8()), fake_timings(FAST):
+        dispatch.calibrate(layer, a, outlier(64, 96))
+        with use_policy(guard={"mode": "strict"}):
+            decision = dispatch.explain(a, WEIGHT)
+        assert decision.backend != "fp8"
+        assert "errors on calibration data" in str(decision)
+
+
 def test_errors_belong_to_a_scope():
     def model(a, b):
         return layer(a, "plain"), layer(b, "wild")

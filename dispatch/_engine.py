@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from dispatch.registry.registry import Registry
 from dispatch.remembering import Decisions, DecisionStore, keys_of
 
 Rejections = dict[Candidate, list[Rejection]]
+Field = tuple[list[Entrant], list[Candidate]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,20 +193,20 @@ class Engine:
         given = random_operands(room, case.problem, call.operands) if traced else call.operands
         operands = call.shapes.canonical(given, room.xp)
         if not timings:
-            at_ends(room, case.problem, operands, lambda x: self._entrants(case, x, table)[0], case.policy, table)
-        entrants, twins = self._entrants(case, case.problem, table)
+            at_ends(room, case.problem, operands, lambda *x: self._entrants(case, table, *x)[0], case.policy, table)
+        entrants, twins = self._entrants(case, table, case.problem)
         measure(room, case.problem, entrants, operands, case.policy, table)
         table.measurements.update(dict.fromkeys(twins, table.measurements[BASELINE]))
         return table
 
-    def _entrants(self, case: _Case, problem: Problem, table: Table) -> tuple[list[Entrant], list[Candidate]]:
+    def _entrants(self, case: _Case, table: Table, problem: Problem, timed: Collection[Candidate] = ()) -> Field:
         """Return who is measured for `problem`, which may have another m of the bucket, and who is the baseline."""
-        entrants, twins = [], []
+        entrants, twins, elsewhere = [], [], problem.m != case.problem.m
         for candidate in case.able:
             backend = self.registry.backends[candidate.backend].backend
-            if table.out(candidate) or (
-                problem.m != case.problem.m and self._ask(backend, candidate, problem, case.policy)
-            ):
+            if candidate in timed or table.out(candidate):
+                continue
+            if elsewhere and self._ask(backend, candidate, problem, case.policy):
                 continue
             try:
                 plan, forms = self._plan(problem, candidate)

@@ -26,34 +26,32 @@ def at_ends(
     room: Framework,
     problem: Problem,
     operands: Operands,
-    entrants: Callable[[Problem], Sequence[Entrant]],
+    entrants: Callable[[Problem, set[Candidate]], Sequence[Entrant]],
     policy: Policy,
     table: Table,
 ) -> None:
     """Fill `table` with the worse timings and errors of both ends of the problem's bucket, and say what failed there.
 
     operands: in canonical shapes; a is replaced by random values. entrants: gives the candidates that can run at an
-    m. One that can run at neither end is timed at the problem's own m. Nothing is done where one m has a bucket of its
-    own.
+    m, without some. One that can run at neither end is timed at the problem's own m. Nothing is done where one m has a
+    bucket of its own.
     """
     first, last = bucket(problem)
     if first == last:
         return
     ends: list[Timings] = []
-    for m in dict.fromkeys((first, problem.m, last)):
-        known = {candidate for timings in ends for candidate in timings}
-        asked, there = replace(problem, m=m), Table()
-        able = entrants(asked)
-        if m not in (first, last):
-            beyond = {e.candidate for e in entrants(replace(problem, m=last))}
-            able = [e for e in able if e.candidate not in known | beyond]
-            if not able:
-                continue
+    timed: set[Candidate] = set()
+    for m in dict.fromkeys((first, last, problem.m)):
+        asked, there, between = replace(problem, m=m), Table(), m not in (first, last)
+        able = entrants(asked, timed if between else set())
+        if between and not able:
+            break
         measure(room, asked, able, _of_height(room, m, operands), policy, there)
         table.faults |= there.faults
         table.out_of_memory |= there.out_of_memory
         table.postponed += there.postponed
         ends.append(there.timings)
+        timed |= set(there.timings)
         for candidate, error in _beyond(there, policy).items():
             table.elsewhere[candidate] = worse_error(table.elsewhere.get(candidate, error), error)
     table.timings = worse(*ends)
@@ -73,13 +71,12 @@ def _beyond(table: Table, policy: Policy) -> dict[Candidate, Error]:
     }
 
 
-def worse(*ends: Timings) -> Timings:
+def worse(first: Timings, last: Timings, *others: Timings) -> Timings:
     """Return the baseline's timing at the last m, and of each candidate the worst speedup, as a latency there.
 
     So latencies of candidates compare with one another, whichever m each is worst at.
     """
-    last = ends[-1]
-    base = last[BASELINE]
+    ends, base = (first, last, *others), last[BASELINE]
     found = {BASELINE: replace(base, settled=all(timings[BASELINE].settled for timings in ends))}
     for candidate in dict.fromkeys(candidate for timings in ends for candidate in timings):
         if candidate != BASELINE:

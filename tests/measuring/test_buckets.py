@@ -210,7 +210,7 @@ def test_what_runs_at_neither_end_is_timed_apart():
         found = {v.candidate.backend: v.measurement.speedup for v in decision.candidates if v.measurement}
         assert found["slow_ends"] == pytest.approx(0.5)
         assert found["middle"] == pytest.approx(2.0)
-        assert watch.timed == [1, 5, 16]
+        assert watch.timed == [1, 16, 5]
 
 
 def test_a_plan_that_raises_at_an_end_alone_is_a_fault(engine):

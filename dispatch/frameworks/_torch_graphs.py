@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from dispatch.frameworks._thread import in_a_thread
 
 
 def pooled() -> bool:
@@ -25,19 +26,4 @@ def pooled() -> bool:
 def apart(work: Callable[[], Any]) -> Any:
     """Return work() from a thread of its own, whose memory is from the ordinary pool, on this thread's stream."""
     stream = torch.cuda.current_stream()
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            with torch.cuda.stream(stream):
-                result.append(work())
-        except BaseException as error:  # a plugin's code may raise anything
-            failure.append(error)
-
-    thread = threading.Thread(target=body, name="dispatch-measuring", daemon=True)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    return in_a_thread(work, lambda: torch.cuda.stream(stream))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -23,6 +22,7 @@ from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
 from dispatch.frameworks._jax_clock import JaxDeviceClock, JaxWallClock
 from dispatch.frameworks._layout import WIDEST
+from dispatch.frameworks._thread import in_a_thread
 from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.request import Request
 from dispatch.policies.policy import Policy, current_policy, load_policy
@@ -223,22 +223,13 @@ class JaxRoom:
         What is for debugging is off there: a candidate's NaN is for the measurement to find.
         """
         x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
-        result: list[Any] = []
-        failure: list[BaseException] = []
 
-        def body() -> None:
-            try:
-                with jax.enable_x64(x64), jax.default_matmul_precision(precision), _as_users_do():
-                    result.append(work())
-            except BaseException as error:
-                failure.append(error)
+        @contextmanager
+        def within() -> Iterator[None]:
+            with jax.enable_x64(x64), jax.default_matmul_precision(precision), _as_users_do():
+                yield
 
-        thread = threading.Thread(target=body, name="dispatch-measuring", daemon=True)
-        thread.start()
-        thread.join()
-        if failure:
-            raise failure[0]
-        return result[0]
+        return in_a_thread(work, within)
 
     def versions(self, array: Array) -> dict[str, str]:
         """Return versions, device, driver and the settings that change a product."""

@@ -14,11 +14,10 @@ from typing import NamedTuple, Self
 from dispatch import Problem
 
 COOPERATIVE = "tma_warpspecialized_cooperative"
-PINGPONG = "tma_warpspecialized_pingpong"
 ONE_CONSUMER = "tma_warpspecialized"
 TENSOR_MEMORY = "tcgen05_warpspecialized"
 POINTERS = "cpasync"
-SCHEDULES = (COOPERATIVE, PINGPONG, ONE_CONSUMER, TENSOR_MEMORY, POINTERS)
+SCHEDULES = (COOPERATIVE, ONE_CONSUMER, TENSOR_MEMORY, POINTERS)
 
 MULTIPROCESSORS = 132
 DECODE_LIMIT = 128

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from dispatch.kernels import pallas_blackwell_gemm, pallas_fp8_gemm, pallas_triton_gemm
 from dispatch.kernels.pallas_common import padded, up
@@ -62,9 +63,13 @@ def prepared(x: Array, recipe: ScalingRecipe, axis: int) -> Encoded:
     """Return a matrix quantized once."""
     traced = isinstance(x, jax.core.Tracer)
     platform = jax.default_backend() if traced else next(iter(x.devices())).platform
-    interpret = platform == "cpu"
-    make = jax.jit(partial(encode, recipe=recipe, axis=axis, interpret=interpret))
-    return Encoded(*make(x))
+    made: Encoded = _encoding(recipe, axis, platform == "cpu")(x)
+    return made
+
+
+@cache
+def _encoding(recipe: ScalingRecipe, axis: int, interpret: bool) -> Any:
+    return jax.jit(partial(encode, recipe=recipe, axis=axis, interpret=interpret))
 
 
 def _tile(config: names.Config) -> Any:
@@ -81,7 +86,6 @@ def _tile(config: names.Config) -> Any:
     return pallas_fp8_gemm.Config(
         *(config.block_m, config.block_n, config.block_k, config.stages),
         consumers=1 if config.schedule == names.ONE_CONSUMER else 2,
-        pingpong=config.schedule == names.PINGPONG,
         cluster=_CLUSTERS[config.cluster],
         minor=config.minor,
         group=config.group,

@@ -7,13 +7,9 @@ kernels, without MX scales, as operations of the jitted program.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
-import re
-import sys
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from dispatch.plugins import _triton_configs as names
@@ -157,11 +153,11 @@ def _plain_rejections(problem: Problem) -> list[Rejection]:
 
 
 def _triton_rejection() -> Rejection | None:
-    version = _triton_version()
-    if version is None:
+    version = version_of("triton")
+    if not version:
         return Rejection("triton", "not installed", "triton >= 3.6: pip install gemm-dispatch[triton]")
-    if _numbers(version)[:2] < LEAST_TRITON:
-        return Rejection("triton", version, "triton >= 3.6")
+    if version[:2] < LEAST_TRITON:
+        return Rejection("triton", _text(version), "triton >= 3.6")
     if _on("TRITON_INTERPRET"):
         found = os.environ["TRITON_INTERPRET"]
         return Rejection("TRITON_INTERPRET", found, "compiled kernels; the interpreter is for the kernels' own tests")
@@ -171,27 +167,16 @@ def _triton_rejection() -> Rejection | None:
 def _jax_rejections(problem: Problem) -> list[Rejection]:
     """Return what is missing for launches from JAX: its own custom call makes them, so no other package is needed."""
     found = []
-    triton, jaxlib = _triton_version() or "", version_of("jaxlib")
-    if _numbers(triton)[:2] != JAX_TRITON:
-        found.append(Rejection("triton", triton, "triton 3.6 for launches from JAX"))
+    triton, jaxlib = version_of("triton"), version_of("jaxlib")
+    if triton[:2] != JAX_TRITON:
+        found.append(Rejection("triton", _text(triton), "triton 3.6 for launches from JAX"))
     if problem.arch != "sm89" and jaxlib < JAX_DESCRIPTORS:
-        version = ".".join(map(str, jaxlib)) or "not installed"
-        found.append(Rejection("jaxlib", version, "jaxlib >= 0.11.1, whose Triton calls take TMA descriptors"))
+        found.append(Rejection("jaxlib", _text(jaxlib), "jaxlib >= 0.11.1, whose Triton calls take TMA descriptors"))
     return found
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-@cache
-def _triton_version() -> str | None:
-    if "triton" in sys.modules and not sys.modules["triton"]:  # blocked on purpose
-        return None
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version)) or "not installed"
 
 
 def _on(name: str) -> bool:

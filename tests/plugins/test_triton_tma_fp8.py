@@ -30,7 +30,7 @@ ARCHS |= {"sm120": True, "sm121": True, "sm990": False, "cpu-avx512": False}
 @pytest.fixture(autouse=True)
 def triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rejections speak of the problem where Triton is not installed."""
-    monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(triton_tma_fp8, "version_of", lambda package: (3, 6, 0))
 
 
 def problem(recipe: str | None = ROW, m: int = 512, n: int = 512, k: int = 512, **facts: Any) -> Problem:
@@ -106,15 +106,15 @@ class TestRejections:
         assert reasons(problem(recipe, **facts)) == ""
 
     def test_without_triton_it_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: None)
+        monkeypatch.setattr(triton_tma_fp8, "version_of", lambda package: ())
         assert reasons(problem()) == "triton is not installed; needs triton >= 3.6: pip install gemm-dispatch[triton]"
 
-    @pytest.mark.parametrize(("version", "able"), [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True)])
+    @pytest.mark.parametrize(("version", "able"), [((3, 5, 1), False), ((3, 6, 0), True), ((3, 10, 0), True)])
     def test_an_older_triton_is_refused_by_name(
-        self, version: str, able: bool, monkeypatch: pytest.MonkeyPatch
+        self, version: tuple[int, ...], able: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: version)
-        assert reasons(problem()) == ("" if able else f"triton is {version}; needs triton >= 3.6")
+        monkeypatch.setattr(triton_tma_fp8, "version_of", lambda package: version)
+        assert reasons(problem()) == ("" if able else "triton is 3.5.1; needs triton >= 3.6")
 
     @pytest.mark.parametrize("value", ["1", "true", "ON"])
     def test_the_interpreter_is_refused(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,30 +124,30 @@ class TestRejections:
     @pytest.mark.parametrize(
         ("triton", "jaxlib", "arch", "said"),
         [
-            ("3.6.0", (0, 11, 1), "sm90", ""),
-            ("3.6.1", (0, 12, 0), "sm100", ""),
-            ("3.6.0", (0, 9, 0), "sm89", ""),
+            ((3, 6, 0), (0, 11, 1), "sm90", ""),
+            ((3, 6, 1), (0, 12, 0), "sm100", ""),
+            ((3, 6, 0), (0, 9, 0), "sm89", ""),
             (
-                "3.6.0",
+                (3, 6, 0),
                 (0, 11, 0),
                 "sm90",
                 "jaxlib is 0.11.0; needs jaxlib >= 0.11.1, whose Triton calls take TMA descri",
             ),
-            ("3.6.0", (), "sm90", "jaxlib is not installed"),
-            ("3.7.1", (0, 11, 1), "sm90", "triton is 3.7.1; needs triton 3.6 for launches from JAX"),
-            (None, (0, 11, 1), "sm90", "triton is not installed"),
-            ("3.6.0", (0, 11, 1), "sm80", "arch is sm80; needs sm89, sm90"),
+            ((3, 6, 0), (), "sm90", "jaxlib is not installed"),
+            ((3, 7, 1), (0, 11, 1), "sm90", "triton is 3.7.1; needs triton 3.6 for launches from JAX"),
+            ((), (0, 11, 1), "sm90", "triton is not installed"),
+            ((3, 6, 0), (0, 11, 1), "sm80", "arch is sm80; needs sm89, sm90"),
         ],
     )
     def test_jax_is_served_by_what_its_custom_call_can_do(
-        self, triton: str | None, jaxlib: Any, arch: str, said: str, monkeypatch: pytest.MonkeyPatch
+        self, triton: tuple[int, ...], jaxlib: tuple[int, ...], arch: str, said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(triton_tma_fp8, "_triton_version", lambda: triton)
-        monkeypatch.setattr(triton_tma_fp8, "version_of", lambda package: jaxlib)
+        found = {"triton": triton, "jaxlib": jaxlib}
+        monkeypatch.setattr(triton_tma_fp8, "version_of", found.__getitem__)
         for recipe in (ROW, TENSOR, BLOCKS, *SQUARES):
-            found = reasons(problem(recipe, framework="jax", arch=arch))
-            assert (found == "") == (said == ""), found
-            assert said in found
+            why = reasons(problem(recipe, framework="jax", arch=arch))
+            assert (why == "") == (said == ""), why
+            assert said in why
 
     def test_measured_means_hopper(self) -> None:
         assert {x.status for x in BACKEND.capabilities if x.archs == ("sm90",)} == {"measured"}

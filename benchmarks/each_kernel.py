@@ -67,20 +67,21 @@ def prepared(k: int, n: int) -> None:
 
 @gluon.jit
 def _write(x, value):
-    gl.store(x + value, value)
+    gl.store(x + 3 * gl.program_id(0) + value, value)
 
 
 @gluon.jit
 def apart_kernel(x):
     """Specialize warps that share nothing: what racecheck says of it concerns Triton's own word to its warps."""
-    gl.warp_specialize([(_write, (x, 0)), (_write, (x, 1))], [1], [24])
+    gl.warp_specialize([(_write, (x, 0)), (_write, (x, 1)), (_write, (x, 2))], [4, 1], [232, 24])
 
 
 def apart() -> None:
-    """Launch a warp-specialized kernel whose warps share nothing."""
-    found = torch.empty(2, device="cuda", dtype=torch.int32)
-    apart_kernel[(1,)](found, num_warps=4)
-    print(f"apart: {found.tolist()}", flush=True)
+    """Launch warp-specialized programs, as many and as large as a product's, whose warps share nothing."""
+    programs = 1024
+    found = torch.empty(programs, 3, device="cuda", dtype=torch.int32)
+    apart_kernel[(programs,)](found, num_warps=4)
+    print(f"apart: {found.sum(0).tolist()}", flush=True)
 
 
 def torch_product(size: int) -> None:

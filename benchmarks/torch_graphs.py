@@ -102,8 +102,8 @@ def _captured(function: Callable[[torch.Tensor], torch.Tensor], a: torch.Tensor)
 def linear() -> Iterator[dict[str, Any]]:
     """Yield the rows of forward and backward, in BF16 by torch and as dispatched."""
     e5m2 = [
-        {"match": {"op": "dgrad"}, "recipes": {"allow": ["e5m2:row@e4m3:row"]}},
-        {"match": {"op": "wgrad"}, "recipes": {"allow": ["e4m3:row@e5m2:row"]}},
+        {"match": {"op": "dgrad"}, "recipes": {"allow": ["e5m2:row@e4m3:row", "e5m2:tensor@e4m3:tensor"]}},
+        {"match": {"op": "wgrad"}, "recipes": {"allow": ["e4m3:row@e5m2:row", "e4m3:tensor@e5m2:tensor"]}},
     ]
     for tokens, inputs, outputs in LINEAR:
         x, w, grad = random(tokens, inputs), random(outputs, inputs), random(tokens, outputs)

@@ -54,7 +54,7 @@ def matmul(
     if bias is activation is out_dtype is policy is backend is scope is None:
         key_of = _keys.get(type(a))
         if key_of is not None:
-            key = key_of(a, b, _active()) if type(b) is not PreparedOperand else key_of(a, b.array, (_active(),))
+            key = key_of(a, b, _active()) if type(b) is not PreparedOperand else key_of(a, b._array, (_active(),))
             plan = _young.get(key)
             if plan is not None:
                 try:

@@ -24,7 +24,7 @@ from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRec
 ALIGNMENT = 256
 """Bytes between the parts of a workspace."""
 KEPT_BYTES, KEPT = 1 << 20, 64
-"""Up to how many bytes a workspace is part of one that is kept, and for how many streams and threads."""
+"""Up to how many bytes a workspace is part of one that is kept, and for how many streams and threads of a device."""
 SLOTS = 12
 """Addresses in a call's list."""
 
@@ -119,21 +119,22 @@ class Workspaces:
     whichever plan launches it. A captured graph gets its own.
     """
 
-    _kept: ClassVar[dict[tuple[torch.device, int, int], Tensor]] = {}
+    _kept: ClassVar[dict[torch.device, dict[tuple[int, int], Tensor]]] = {}
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
+        self._here = self._kept.setdefault(device, {})
 
     def on(self, stream: int) -> Tensor:
         """Return a workspace for launches on `stream`, by this thread."""
         if self.size > KEPT_BYTES or (stream and _capturing()):  # CUDA captures no default stream
             return torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        key = self.device, stream, get_ident()
-        found = self._kept.get(key)
+        key = stream, get_ident()
+        found = self._here.get(key)
         if found is None:
-            if len(self._kept) >= KEPT:
-                self._kept.clear()
-            found = self._kept[key] = torch.empty(KEPT_BYTES, dtype=torch.uint8, device=self.device)
+            if len(self._here) >= KEPT:
+                self._here.clear()
+            found = self._here[key] = torch.empty(KEPT_BYTES, dtype=torch.uint8, device=self.device)
         return found
 
 
@@ -180,11 +181,11 @@ class _Side:
 class _Steps(NamedTuple):
     """What one call launches before the product, for operands of some strides, and the workspace for it.
 
-    offsets: of each slot in the workspace, 0 for what is elsewhere.
+    placed: the slots that lie in the workspace, with their offsets in bytes.
     """
 
     launches: list[Bound]
-    offsets: list[int]
+    placed: list[tuple[int, int]]
     space: Workspaces | None
 
 
@@ -224,12 +225,12 @@ class ScaledProduct:
         """Return what quantizes operands of these strides, bound now; None for encoded ones."""
         of_b = None if strides_b is None else (strides_b[1], strides_b[0])
         sides = [(side, strides) for side, strides in ((self.left, strides_a), (self.right, of_b)) if strides]
-        offsets, size = [0] * SLOTS, 0
+        placed, size = list[tuple[int, int]](), 0
         dependent = self.problem.arch != "sm89"
 
         def place(slot: int, count: int) -> None:
             nonlocal size
-            offsets[slot] = size
+            placed.append((slot, size))
             size += _up(count, ALIGNMENT)
 
         sources = [launches.source(side.form, side.dtype, side.slots, strides) for side, strides in sides]
@@ -238,13 +239,13 @@ class ScaledProduct:
             place(slots.scale, form.scale_bytes)
         joint = launches.quantizing_both(sources, dependent=dependent) if len(sources) == 2 else None
         if joint is not None:
-            return _Steps([_bound(joint)], offsets, Workspaces(size, self.device))
+            return _Steps([_bound(joint)], placed, Workspaces(size, self.device))
         bound: list[Bound] = []
         for source in sources:
             steps, floats = launches.quantizing(source, dependent=dependent)
             bound += [_bound(step) for step in steps]
             place(source.slots.partial, 4 * floats)
-        return _Steps(bound, offsets, Workspaces(size, self.device) if size else None)
+        return _Steps(bound, placed, Workspaces(size, self.device) if size else None)
 
     def call(self) -> Plan:
         """Return the product as a function."""
@@ -271,28 +272,26 @@ class ScaledProduct:
                 if any(stride is not None and 1 not in stride for stride in strides):
                     return run(_dense(a) if quantizes_a else a, _dense(b) if quantizes_b else b, bias)
                 steps = known[strides] = self._made(*strides)
-            keep: list[Any] = []
-            addresses = steps.offsets
+            addresses = [0] * SLOTS
             if steps.space is not None:
-                keep.append(space := steps.space.on(stream))
+                space = steps.space.on(stream)
                 base = space.data_ptr()
-                addresses = [base + offset for offset in addresses]
-            else:
-                addresses = addresses.copy()
+                for slot, offset in steps.placed:
+                    addresses[slot] = base + offset
             if quantizes_a:
                 addresses[a_x] = address = a.data_ptr()
                 if address & 15:
                     return run(_dense(a), b, bias)
             else:
-                keep.append(made := left.encoded(a))
-                addresses[a_data], addresses[a_scale] = made.matrix.data_ptr(), made.scale.data_ptr()
+                left_made = left.encoded(a)
+                addresses[a_data], addresses[a_scale] = left_made.matrix.data_ptr(), left_made.scale.data_ptr()
             if quantizes_b:
                 addresses[b_x] = address = b.data_ptr()
                 if address & 15:
                     return run(a, _dense(b), bias)
             else:
-                keep.append(made := right.encoded(b))
-                addresses[b_data], addresses[b_scale] = made.matrix.data_ptr(), made.scale.data_ptr()
+                right_made = right.encoded(b)
+                addresses[b_data], addresses[b_scale] = right_made.matrix.data_ptr(), right_made.scale.data_ptr()
             for launch in steps.launches:
                 launch(stream, addresses)
             if fused and (bias is None or _fusable(bias, problem.n)):

@@ -18,6 +18,7 @@ from dispatch._recipe import ScalingRecipe
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks._torch_product import decoded, without_autocast
 from dispatch.frameworks.backward import again
+from dispatch.frameworks.compiled import POLICY
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import ScaledArray
 from dispatch.quantization.prepared import living
@@ -49,7 +50,10 @@ def _operand(x: Tensor, scale: Tensor | None, form: str | None, prepared: int | 
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    return bool(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.shape == y.shape)
+    """Return whether two tensors are one: in another process than the one that exported, a number is another's."""
+    if x.data_ptr() != y.data_ptr() or x.dtype != y.dtype or x.device != y.device:
+        return False
+    return bool(x.stride() == y.stride() and x.shape == y.shape)
 
 
 def _run(
@@ -92,9 +96,11 @@ def _policy(name: str | None) -> Policy | None:
     """Return the policy of that name, or the one around backward() if this is a thread of autograd's, or None."""
     if name is not None:
         return _loaded(name)
-    if _in_force.get() is None and torch._C._is_key_in_tls("context"):
-        context = torch._C._get_obj_in_tls("context")
-        return None if context is None else context.get(_in_force)
+    if _in_force.get() is None:
+        for key in ("context", POLICY):  # the first is the caller's context, which torch keeps there from 2.13 on
+            if torch._C._is_key_in_tls(key) and (found := torch._C._get_obj_in_tls(key)) is not None:
+                policy: Policy | None = found.get(_in_force) if key == "context" else found
+                return policy
     return None
 
 

@@ -118,8 +118,7 @@ def _parts(x: Any) -> tuple[Tensor, Tensor | None, str | None, int | None]:
     dtype = effective(array)
     if dtype is not array.dtype:  # autocast's
         return array.to(dtype), None, None, None
-    number = x.number if isinstance(x, PreparedOperand) and not torch.compiler.is_exporting() else None
-    return array, None, None, number
+    return array, None, None, x.number if isinstance(x, PreparedOperand) else None
 
 
 def _own(a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from dispatch._errors import NoBackendError
@@ -12,6 +13,8 @@ from dispatch.frameworks.request import Request, own_product
 from dispatch.policies.policy import Policy, _policy_contexts, use_policy
 
 NOT_OURS = "a transform, a compiler, a subclass, several devices or a weak type has a say in the call"
+POLICY = "gemm_dispatch.policy"
+"""Under which torch keeps the policy in force, for autograd's threads."""
 _NO_POLICY = (
     "dispatch.use_policy cannot be entered in a function that is compiled or exported, which reads the policy when it "
     "runs: enter it around the call, or name the policy in the product, dispatch.matmul(a, b, policy='strict')"
@@ -72,7 +75,22 @@ def _outside_of_export(policy: Policy) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@contextmanager
+def _for_autograd(policy: Policy) -> Iterator[None]:
+    """Show a policy to torch's autograd, whose threads get what torch keeps for the one that calls backward()."""
+    kept = getattr(sys.modules.get("torch"), "_C", None)
+    if kept is None:
+        yield
+        return
+    before = kept._get_obj_in_tls(POLICY) if kept._is_key_in_tls(POLICY) else None
+    kept._stash_obj_in_tls(POLICY, policy)
+    try:
+        yield
+    finally:
+        kept._stash_obj_in_tls(POLICY, before)
+
+
 again._torchdynamo_inline = _backward_in_trace  # type: ignore[attr-defined]
 use_policy.__init__._torchdynamo_inline = _policy_in_trace  # type: ignore[attr-defined]
 use_policy.__enter__._torchdynamo_inline = _policy_in_trace  # type: ignore[attr-defined]
-_policy_contexts.append(_outside_of_export)
+_policy_contexts += [_outside_of_export, _for_autograd]

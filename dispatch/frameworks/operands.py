@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from dispatch._backend import Backend, Plan
 from dispatch._problem import FLOAT_DTYPES, FP8_DTYPES, Operand, Problem
@@ -109,22 +110,19 @@ def native(problem: Problem) -> Plan:
 class FormKey:
     """What a form of a prepared operand is made by: this very backend, whatever its class says of equality, a recipe.
 
-    Hashed once: every call looks a form up.
+    One object for each of them, and so hashed and compared as quickly as can be: every call looks a form up.
     """
 
-    __slots__ = ("_hash", "axis", "backend", "recipe")
+    __slots__ = ("__weakref__", "axis", "backend", "recipe")
+    _known: ClassVar[WeakValueDictionary[Hashable, FormKey]] = WeakValueDictionary()
 
     def __init__(self, backend: Backend, recipe: ScalingRecipe, axis: int) -> None:
         self.backend, self.recipe, self.axis = backend, recipe, axis
-        self._hash = hash((id(backend), recipe, axis))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, FormKey):
-            return NotImplemented
-        return self.backend is other.backend and (self.recipe, self.axis) == (other.recipe, other.axis)
-
-    def __hash__(self) -> int:
-        return self._hash
+    @classmethod
+    def of(cls, backend: Backend, recipe: ScalingRecipe, axis: int) -> FormKey:
+        """Return the key of a backend, which it keeps alive, and a recipe."""
+        return cls._known.setdefault((id(backend), recipe, axis), cls(backend, recipe, axis))
 
     def make(self, array: Any) -> Any:
         """Return the form of an array."""
@@ -137,6 +135,8 @@ def forming(backend: Backend, problem: Problem) -> Forms:
     A prepared operand's form is made once; anything else stays as it is.
     """
     of_a, of_b = _forming(backend, problem, "a"), _forming(backend, problem, "b")
+    if of_a is None and of_b is not None:  # a weight: the quickest way for it
+        return lambda operands: (operands[0], of_b(operands[1]), *operands[2:])
 
     def forms(operands: tuple[Any, ...]) -> tuple[Any, ...]:
         a = operands[0] if of_a is None else of_a(operands[0])
@@ -153,7 +153,7 @@ def _forming(backend: Backend, problem: Problem, side: str) -> Callable[[Prepare
     if problem.recipe is None:
         room = framework(problem.framework)
         return lambda x: stated(room, x, operand.dtype).array
-    key = FormKey(backend, getattr(problem.recipe, side), CONTRACTION[side])
+    key = FormKey.of(backend, getattr(problem.recipe, side), CONTRACTION[side])
     return lambda x: x.form(key, key.make)
 
 

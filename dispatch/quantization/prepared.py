@@ -19,8 +19,9 @@ _PASSING = frozenset(("traced", "captured"))
 
 @dataclass(slots=True)
 class _Form:
-    """One form of the array: made under its own lock, so that other forms do not wait for it."""
+    """One form of the array as it was: made under its own lock, so that other forms do not wait for it."""
 
+    state: Hashable
     lock: threading.Lock = field(default_factory=threading.Lock)
     made: bool = False
     value: Any = None
@@ -97,12 +98,13 @@ class PreparedOperand:
         serves every later one. Where that cannot be, for a tracer and under CUDA graph capture, nothing is kept; nor is
         it when `make` raises. `make` must not ask for the form of its own key.
         """
-        with self._lock:
-            if (state := self._room.state(self._array)) != self._made_at:
-                self._forms = {}
-                self._made_at = state
-            if (form := self._forms.get(key)) is None:
-                form = self._forms[key] = _Form()
+        state, form = self._room.state(self._array), self._forms.get(key)
+        if form is None or form.state != state:
+            with self._lock:
+                if state != self._made_at:
+                    self._forms, self._made_at = {}, state
+                if (form := self._forms.get(key)) is None:
+                    form = self._forms[key] = _Form(state)
         if not form.made:
             with form.lock:
                 if not form.made:

@@ -200,4 +200,5 @@ def test_eight_threads_on_streams_of_their_own(fp8: None) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == []
+    for error in errors:
+        raise error

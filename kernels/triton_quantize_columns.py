@@ -209,12 +209,15 @@ def columns_launches(
     if tile is not None:
         options = {"whole": whole, "block_rows": tile[0], "block_cols": tile[1], "num_warps": 4}
         return (Launch(quantize_columns_kernel, (triton.cdiv(out_rows, tile[1]), 1, 1), sizes, options),)
-    rows_per_split = triton.cdiv(triton.cdiv(rows, COLUMN_SPLITS), 32) * 32
+    block_rows = (
+        64 if rows <= 256 * COLUMN_SPLITS else 32
+    )  # on an H200 12.9 us and 14.8 us at 4096^2, 41 and 37 at 8192^2
+    rows_per_split = triton.cdiv(triton.cdiv(rows, COLUMN_SPLITS), block_rows) * block_rows
     amax = Launch(
         column_amax_kernel,
         (triton.cdiv(cols, 128), COLUMN_SPLITS, 1),
         (*source, rows_per_split),
-        {"block_rows": 32, "block_cols": 128, "num_warps": 4},
+        {"block_rows": block_rows, "block_cols": 128, "num_warps": 4},
     )
     inside = rows == out_cols and rows % 128 == 0 and cols == out_rows and cols % 64 == 0
     inside = inside and aligned and stride % 16 == 0

@@ -173,9 +173,8 @@ class _Side:
         self.slots = OF_A if axis == -1 else OF_B
 
     def encoded(self, x: Any) -> Encoded:
-        """Return what `prepare` made, or make it of raw FP8 or a ScaledArray."""
-        made: Encoded = x if self.prepared else encode(x, self.recipe, self.axis)
-        return made
+        """Return raw FP8 or a ScaledArray as the kernels take it."""
+        return encode(x, self.recipe, self.axis)
 
 
 class _Steps(NamedTuple):
@@ -251,6 +250,7 @@ class ScaledProduct:
         """Return the product as a function."""
         problem, left, right, device = self.problem, self.left, self.right, self.device
         index, quantizes_a, quantizes_b = device.index or 0, left.quantizes, right.quantizes
+        left_prepared, right_prepared = left.prepared, right.prepared
         shape = (*problem.batch, problem.m, problem.n)
         known, kernel, batch, fused = self._by_strides, self._kernel, problem.batch, self.fuses
         (a_data, a_scale, a_x, *_), (b_data, b_scale, b_x, *_) = OF_A, OF_B
@@ -263,7 +263,7 @@ class ScaledProduct:
                 b = rows_view(b.expand(*batch, *b.shape[-2:]) if right.expands else b, -2).t()
             return run(a, b, bias)
 
-        def run(a: Any, b: Any, bias: Tensor | None) -> Tensor:
+        def run(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
             """Multiply what is 2-D or encoded."""
             stream = _current_stream(index)
             strides = a.stride() if quantizes_a else None, b.stride() if quantizes_b else None
@@ -283,14 +283,14 @@ class ScaledProduct:
                 if address & 15:
                     return run(_dense(a), b, bias)
             else:
-                left_made = left.encoded(a)
+                left_made = a if left_prepared else left.encoded(a)
                 addresses[a_data], addresses[a_scale] = left_made.matrix.data_ptr(), left_made.scale.data_ptr()
             if quantizes_b:
                 addresses[b_x] = address = b.data_ptr()
                 if address & 15:
                     return run(a, _dense(b), bias)
             else:
-                right_made = right.encoded(b)
+                right_made = b if right_prepared else right.encoded(b)
                 addresses[b_data], addresses[b_scale] = right_made.matrix.data_ptr(), right_made.scale.data_ptr()
             for launch in steps.launches:
                 launch(stream, addresses)
@@ -299,7 +299,7 @@ class ScaledProduct:
             wide = launched(self.wide(), stream, addresses, torch.empty_like(wide_out), None)
             return self.room.epilogue(wide, problem, bias).contiguous()
 
-        return product
+        return product if batch else run
 
 
 def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,6 +10,9 @@ import torch
 
 from dispatch.frameworks._thread import in_a_thread
 
+_KEPT = "tree_manager_containers"
+"""Where torch keeps a thread's graphs."""
+
 
 def pooled() -> bool:
     """Return whether torch.compile may be warming a function up for CUDA graphs in this thread.
@@ -18,6 +21,8 @@ def pooled() -> bool:
     """
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or not torch.cuda.is_initialized():
+        return False
+    if not hasattr(trees.local, _KEPT) and not torch._C._is_key_in_tls(_KEPT):  # a thread that never compiled
         return False
     manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     return manager is not None and manager.path_state is trees.ExecutionState.WARMUP

@@ -99,7 +99,7 @@ def _policy(name: str | None) -> Policy | None:
     if _in_force.get() is None:
         for key in ("context", POLICY):  # the first is the caller's context, which torch keeps there from 2.13 on
             if torch._C._is_key_in_tls(key) and (found := torch._C._get_obj_in_tls(key)) is not None:
-                policy: Policy | None = found.get(_in_force) if key == "context" else found
+                policy: Policy | None = found.get(_in_force) if key == "context" else found[0]
                 return policy
     return None
 

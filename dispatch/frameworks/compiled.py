@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from dispatch.policies.policy import Policy, _policy_contexts, use_policy
 
 NOT_OURS = "a transform, a compiler, a subclass, several devices or a weak type has a say in the call"
 POLICY = "gemm_dispatch.policy"
-"""Under which torch keeps the policy in force, for autograd's threads."""
+"""Under which torch keeps, for each thread and the threads of its autograd, a list of one: the policy in force."""
 _NO_POLICY = (
     "dispatch.use_policy cannot be entered in a function that is compiled or exported, which reads the policy when it "
     "runs: enter it around the call, or name the policy in the product, dispatch.matmul(a, b, policy='strict')"
@@ -78,16 +79,20 @@ def _outside_of_export(policy: Policy) -> AbstractContextManager[None]:
 @contextmanager
 def _for_autograd(policy: Policy) -> Iterator[None]:
     """Show a policy to torch's autograd, whose threads get what torch keeps for the one that calls backward()."""
-    kept = getattr(sys.modules.get("torch"), "_C", None)
-    if kept is None:
+    torch = sys.modules.get("torch")
+    if torch is None:
         yield
         return
-    before = kept._get_obj_in_tls(POLICY) if kept._is_key_in_tls(POLICY) else None
-    kept._stash_obj_in_tls(POLICY, policy)
+    if not torch._C._is_key_in_tls(POLICY):
+        cell: list[Policy | None] = [None]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(cell))  # torch before 2.13 takes a reference that it does not count
+        torch._C._stash_obj_in_tls(POLICY, cell)
+    cell = torch._C._get_obj_in_tls(POLICY)
+    before, cell[0] = cell[0], policy
     try:
         yield
     finally:
-        kept._stash_obj_in_tls(POLICY, before)
+        cell[0] = before
 
 
 again._torchdynamo_inline = _backward_in_trace  # type: ignore[attr-defined]

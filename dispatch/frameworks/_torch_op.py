@@ -6,9 +6,10 @@ tens of microseconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ _TENSORS = 5  # the first of its arguments
 _library = torch.library.Library("gemm_dispatch", "DEF")
 _library.define(f"matmul{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
 OP = torch.ops.gemm_dispatch.matmul
+_PLAIN = (Tensor, torch.nn.Parameter)
+_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
 
 
 def form(x: ScaledArray) -> str:
@@ -129,27 +133,63 @@ def _stated(x: Tensor, form: str | None) -> Tensor:
     return x if form is None else x.to(getattr(torch, form.rpartition(",")[2]))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    a, b, bias, *scales = inputs
-    need_a, need_b = ctx.needs_input_grad[:2]
-    every = keyword_only_inputs["activation"] is not None
-    kept = (need_b or every, need_a or every, every, need_b or every, need_a or every)
-    ctx.save_for_backward(*(x if keep else None for x, keep in zip((a, b, bias, *scales), kept, strict=True)))
-    ctx.like = autograd.likes(ctx, a, b, bias)
-    ctx.given = keyword_only_inputs
+def differentiable(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    **given: Any,
+) -> Tensor:
+    """Return the op's product under autograd; where no gradient is asked for, by the quickest way.
+
+    torch.library.register_autograd would do, but Dynamo looks at each of its frames, in each call.
+    """
+    tensors = (a, b, bias, scale_a, scale_b)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return cast(Tensor, _Product.apply(*tensors, given))
+    if (
+        _modes()
+        or _functorch() is not None
+        or any(x is not None and (type(x) not in _PLAIN or x.is_meta) for x in tensors)
+    ):
+        return _below(tensors, given)
+    return _run(*tensors, **given)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, bias, *scales = ctx.saved_tensors
-    a, b = (
-        x if x is None or scale is None else _operand(x, scale, ctx.given[form], None).dequantize()
-        for x, scale, form in zip((a, b), scales, ("form_a", "form_b"), strict=True)
-    )
+def _below(tensors: Sequence[Tensor | None], given: dict[str, Any]) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return cast(Tensor, OP(*tensors, **given))
 
-    def product(x: Tensor, y: Tensor, op: str) -> Any:
-        return OP(x, y, policy=ctx.given["policy"], scope=ctx.given["scope"], op=op)
 
-    return *autograd.gradients(grad, a, b, bias, ctx.like, ctx.given["activation"], product), None, None
+class _Product(torch.autograd.Function):  # type: ignore[misc]
+    """The op with gradients: dgrad and wgrad are the op again."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, given = inputs
+        a, b, bias, *_ = tensors
+        need_a, need_b = ctx.needs_input_grad[:2]
+        every = given.get("activation") is not None
+        kept = (need_b or every, need_a or every, every, need_b or every, need_a or every)
+        ctx.save_for_backward(*(x if keep else None for x, keep in zip(tensors, kept, strict=True)))
+        ctx.like = autograd.likes(ctx, a, b, bias)
+        ctx.given = given
+        return _below(tensors, given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, bias, *scales = ctx.saved_tensors
+        given = ctx.given
+        a, b = (
+            x if x is None or scale is None else _operand(x, scale, given[form], None).dequantize()
+            for x, scale, form in zip((a, b), scales, ("form_a", "form_b"), strict=True)
+        )
+
+        def product(x: Tensor, y: Tensor, op: str) -> Any:
+            return OP(x, y, policy=given.get("policy"), scope=given.get("scope"), op=op)
+
+        return *autograd.gradients(grad, a, b, bias, ctx.like, given.get("activation"), product), None, None, None
 
 
 def _batched(info: Any, in_dims: tuple[int | None, ...], *tensors: Any, **rest: Any) -> tuple[Tensor, int]:
@@ -183,5 +223,5 @@ def _leading(x: Tensor, dim: int | None, new: tuple[int, ...], rank: int) -> Ten
 
 _library.impl("matmul", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(NAME, _fake, lib=_library)
-torch.library.register_autograd(NAME, _backward, setup_context=_setup_context, lib=_library)
+_library.impl("matmul", differentiable, "Autograd")
 torch.library.register_vmap(NAME, _batched, lib=_library)

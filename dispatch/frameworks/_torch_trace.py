@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dispatch._api import explain, matmul
 from dispatch._errors import NoBackendError
 from dispatch._problem import ACTIVATIONS
-from dispatch.frameworks._torch_op import OP, form
+from dispatch.frameworks._torch_op import OP, differentiable, form
 from dispatch.frameworks._torch_product import decoded, effective, product
 from dispatch.frameworks.backward import again
 from dispatch.frameworks.request import Request, own_product
@@ -23,7 +23,7 @@ from dispatch.policies.policy import Policy, PolicyError, load_policy, use_polic
 from dispatch.quantization import PreparedOperand, ScaledArray
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_ENTRIES = (matmul, explain, again, use_policy.__init__, use_policy.__enter__, use_policy.__exit__)
+_ENTRIES = (matmul, explain, again, differentiable, use_policy.__init__, use_policy.__enter__, use_policy.__exit__)
 
 
 def skip() -> None:

@@ -1,7 +1,7 @@
-"""The README's tables, made from benchmarks/results.
+"""The tables of README.md and docs/, made from benchmarks/results.
 
 python benchmarks/tables.py           print every table
-python benchmarks/tables.py --write   put them between README.md's <!-- table: NAME --> and <!-- end -->
+python benchmarks/tables.py --write   put them between <!-- table: NAME --> and <!-- end --> in those files
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = dict[str, Any]
 
@@ -33,6 +34,8 @@ def rows(table: str) -> list[Row]:
                     entry.get("layout"),
                     entry.get("weight_prepared"),
                     entry["table"] == "host_call" and entry["candidate"],
+                    entry.get("way"),
+                    entry.get("gradient"),
                 )
                 found[json.dumps([path.stem, *kind, entry.get("size")])] = entry
     return list(found.values())
@@ -135,15 +138,57 @@ def host_call() -> str:
     return "\n".join([*lines, "", *_machines(found)])
 
 
+def torch_graphs() -> str:
+    """Return the table of products with a prepared weight in torch: eager, compiled and replayed."""
+    lines = ["| m x n x k | way | ours | torch.matmul | scaled_mm | against torch.matmul | chosen |", "|---" * 7 + "|"]
+    found = rows("torch_graphs")
+    for entry in found:
+        problem, times = entry["problem"], {name.partition(",")[0]: us for name, us in entry["peers"].items()}
+        cells = [
+            f"{problem['m']} x {problem['n']} x {problem['k']}",
+            entry["way"],
+            f"{_us(entry['latency_us'])} ± {_us(entry['spread_us'] / 2)}",
+            _us(times.get("torch.matmul")),
+            _us(times.get("scaled_mm")),
+            _number(entry["speedup"], "{:.2f}x"),
+            f"`{entry['candidate']}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+def linear() -> str:
+    """Return the table of forward and backward of a linear layer."""
+    lines = ["| tokens x inputs -> outputs | way | gradients | ours | torch.matmul | speedup | served by |"]
+    lines.append("|---" * 7 + "|")
+    found = rows("linear")
+    for entry in found:
+        problem = entry["problem"]
+        cells = [
+            f"{problem['tokens']} x {problem['inputs']} -> {problem['outputs']}",
+            entry["way"],
+            entry["gradient"],
+            f"{_us(entry['latency_us'])} ± {_us(entry['spread_us'] / 2)}",
+            _us(next(iter(entry["peers"].values()))),
+            _number(entry["speedup"], "{:.2f}x"),
+            ", ".join(f"{op} `{name}`" for op, name in entry["candidate"].items()),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+KERNELS = ("dense", "mid", "decode", "block", "promoted", "sixteen_bit", "end_to_end")
 TABLES: dict[str, Callable[[], str]] = {
     "gpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("sm")),
     "cpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("cpu")),
     "host": host,
-    **{name: partial(kernels, name) for name in ("dense", "mid", "decode", "block", "end_to_end")},
+    **{name: partial(kernels, name) for name in KERNELS},
     "quantize": quantize,
     **{name: partial(kernels, name) for name in ("pallas_promoted", "pallas_end_to_end")},
     "pallas_quantize": pallas_quantize,
     "host_call": host_call,
+    "torch_graphs": torch_graphs,
+    "linear": linear,
 }
 
 
@@ -179,10 +224,10 @@ def _number(value: Any, form: str) -> str:
 def main() -> None:
     """Print or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write them into README.md")
+    parser.add_argument("--write", action="store_true", help="write them into README.md and docs/")
     if parser.parse_args().write:
-        readme = ROOT / "README.md"
-        readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
+        for page in PAGES:
+            page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
         return
     for name, make in TABLES.items():
         print(f"{name}\n\n{make()}\n")

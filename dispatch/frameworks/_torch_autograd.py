@@ -12,11 +12,12 @@ from dispatch._backend import Plan
 from dispatch._problem import Problem
 from dispatch.frameworks._base import Again
 from dispatch.frameworks._torch_product import derivative
+from dispatch.quantization.prepared import PreparedOperand
 
 Seen = dict[str, str | None]
 """By op, the plugin's backend that serves a product of the backward pass; None: the own product does."""
 
-_Products = Callable[[Tensor, Tensor, str], Any]
+_Products = Callable[[Tensor, Any, str], Any]
 
 
 def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None = None) -> Plan:
@@ -26,7 +27,7 @@ def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None
     """
     found: Seen = {} if seen is None else seen
 
-    def once_more(a: Tensor, b: Tensor, op: str) -> Any:
+    def once_more(a: Tensor, b: Any, op: str) -> Any:
         return again(a, b, op, found)
 
     def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
@@ -59,11 +60,13 @@ def gradients(
     like: tuple[tuple[torch.Size, torch.dtype] | None, ...],
     activation: str | None,
     again: _Products,
+    weight: PreparedOperand | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of a, b and bias for activation(a @ b + bias) with the gradient `grad`.
 
     a is needed for b's gradient, b for a's, and both and the bias where there is an activation: the product is then
     made anew. like: shape and dtype of each operand that has a gradient, else None. Shapes are those of torch.matmul.
+    weight: b as it was prepared, if it was; what it is quantized to for a's gradient is kept like any form of it.
     """
     if activation is not None:
         assert a is not None
@@ -72,7 +75,7 @@ def gradients(
         before = before if bias is None else before + bias.to(before.dtype)
         grad = derivative(grad.to(before.dtype), before, activation)
     like_a, like_b, like_bias = like
-    grad_a = None if like_a is None or b is None else _dgrad(grad, b, like_a, again)
+    grad_a = None if like_a is None or b is None else _dgrad(grad, b, like_a, again, weight)
     grad_b = None if like_b is None or a is None else _wgrad(a, grad, like_b, again)
     return grad_a, grad_b, None if like_bias is None else _as_large(grad, *like_bias)
 
@@ -82,10 +85,20 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _dgrad(grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again: _Products) -> Tensor:
+def _dgrad(
+    grad: Tensor, b: Tensor, like: tuple[torch.Size, torch.dtype], again: _Products, weight: PreparedOperand | None
+) -> Tensor:
     shape, dtype = like
     columns, rows = _matrix(b, 1), len(shape) == 1
     grad = _grad_matrix(grad, rows, b.dim() == 1)
+    if (
+        weight is not None
+        and b.dim() == 2
+        and grad.dtype == b.dtype
+        and not (b.is_complex() or torch.is_grad_enabled())
+    ):
+        out = again(grad.flatten(0, -2), weight.mT, "dgrad")
+        return out.reshape(shape).to(dtype)
     if columns.dim() == 2 and grad.dim() > 2:  # many rows are one product
         grad = grad.flatten(0, -2)
         return _widest(grad, columns.mH, "dgrad", again).reshape(shape).to(dtype)
@@ -147,13 +160,14 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         ctx.like = likes(ctx, a, b, bias)
         ctx.scaled = (None if a is not None else given_a, None if b is not None else given_b)
         ctx.activation, ctx.again = activation, again
+        ctx.weight = given_b if isinstance(given_b, PreparedOperand) else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, bias = ctx.saved_tensors
         a = ctx.scaled[0].dequantize() if ctx.scaled[0] is not None else a
         b = ctx.scaled[1].dequantize() if ctx.scaled[1] is not None else b
-        return *gradients(grad, a, b, bias, ctx.like, ctx.activation, ctx.again), None
+        return *gradients(grad, a, b, bias, ctx.like, ctx.activation, ctx.again, ctx.weight), None
 
 
 def likes(ctx: Any, *operands: Tensor | None) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:

@@ -144,7 +144,8 @@ def exported(call: Request, policy: Policy | None, backend: str | None, scope: s
         raise PolicyError(f"policy {policy.name!r} cannot be exported: give the name of a shipped one, or a path")
     if _opaque(_tensor(call.a), _tensor(call.b), call.bias):
         rest = {"policy": None if policy is None else policy.name, "backend": backend, "scope": scope}
-        return _op(call.a, call.b, call.bias, call.activation, call.out_dtype, rest)
+        a, b = (x.array if isinstance(x, PreparedOperand) else x for x in (call.a, call.b))
+        return _op(a, b, call.bias, call.activation, call.out_dtype, rest)
     if backend is not None:
         raise NoBackendError(f"backend {backend!r} was asked for, but torch's own product has to serve here")
     return own_product(call)(*call.operands)

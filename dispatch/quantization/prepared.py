@@ -42,7 +42,7 @@ class PreparedOperand:
     function closes over is quantized once, and so is a ScaledArray, which is quantized when it is made.
     """
 
-    __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_number", "_room")
+    __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_number", "_room", "_turned")
 
     def __init__(self, array: Any) -> None:
         self._hold(_room(array), array)
@@ -55,6 +55,7 @@ class PreparedOperand:
         self._lock = threading.Lock()
         self._forms: dict[Hashable, _Form] = {}
         self._made_at = room.state(array) if framework_of(array) is room else None
+        self._turned: tuple[Hashable, PreparedOperand] | None = None
         self._number = next(_numbers)
         _living[self._number] = self
 
@@ -91,6 +92,17 @@ class PreparedOperand:
         except RuntimeError:  # an inference tensor's
             return None
 
+    @property
+    def mT(self) -> PreparedOperand:
+        """The transposed array, prepared: the same object, with its forms, as long as the array does not change.
+
+        A backward pass multiplies by it.
+        """
+        state, turned = self._room.state(self._array), self._turned
+        if turned is None or turned[0] != state:
+            turned = self._turned = state, PreparedOperand(self._array.mT)
+        return turned[1]
+
     def form(self, key: Hashable, make: Callable[[Any], Any]) -> Any:
         """Return `make(array)`, made once for `key` and array version however many threads ask.
 
@@ -120,7 +132,7 @@ class PreparedOperand:
     def refresh(self) -> None:
         """Drop all forms: the array was written to behind its version's back."""
         with self._lock:
-            self._forms = {}
+            self._forms, self._turned = {}, None
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy makes its own forms
         return PreparedOperand, (self._array,)

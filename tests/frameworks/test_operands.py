@@ -272,3 +272,36 @@ def test_gradients_beside_a_scaled_array(serving: Any) -> None:
     exact = a.detach().double().requires_grad_()
     torch.relu(exact @ b.dequantize("float64")).sum().backward()
     torch.testing.assert_close(a.grad.double(), exact.grad, rtol=0.05, atol=0.1)
+
+
+def test_a_prepared_weight_is_quantized_once_for_its_backward_pass(quantizing: Quantizing) -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    prepared = dispatch.prepare(weight)
+
+    def backward() -> Any:
+        x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        grad = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+        dispatch.matmul(x, prepared).backward(grad)
+        wanted = grad.double() @ weight.detach().double().mT
+        assert ((x.grad.double() - wanted).norm() / wanted.norm()).item() < 0.08
+        return [axis for operand, axis in quantizing.made if tuple(operand.shape[-2:]) in ((24, 16), (16, 24))]
+
+    assert backward() == [-2, -2]  # as weight and as its transpose, each once
+    quantizing.given.clear()
+    assert backward() == [-2, -2]
+    assert "Tensor ScaledArray" in quantizing.given
+    with torch.no_grad():
+        weight.mul_(-3)
+    assert backward() == [-2] * 4
+    prepared.refresh()
+    assert backward() == [-2] * 6
+    weight.data = weight.data.clone() * 2
+    assert backward() == [-2] * 8
+
+
+def test_double_backward_through_a_prepared_weight_is_torchs_own(quantizing: Quantizing) -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda a, w: dispatch.matmul(a, dispatch.prepare(w)), (x, weight))

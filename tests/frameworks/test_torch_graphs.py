@@ -180,6 +180,19 @@ class TestGradients:
         assert rel(w.grad, xd.flatten(0, 1).mT @ gd.flatten(0, 1)) < 2 * LOSSY
         assert rel(bias.grad, gd.sum((0, 1))) < 0.01
 
+    def test_a_prepared_weight_is_followed(self, fp8: None) -> None:
+        w = randn(128, 96, seed=1, grad=True)
+        weight, grad = dispatch.prepare(w), randn(2, 40, 96, seed=2)
+        for step in range(4):
+            x = randn(2, 40, 128, seed=step, grad=True)
+            w.grad = None
+            dispatch.matmul(x, weight).backward(grad)
+            assert rel(x.grad, grad.double() @ w.detach().double().mT) < LOSSY
+            assert rel(w.grad, x.detach().flatten(0, 1).double().mT @ grad.flatten(0, 1).double()) < LOSSY
+            if step % 2:
+                with torch.no_grad():
+                    w.mul_(-2)
+
 
 def test_eight_threads_on_streams_of_their_own(fp8: None) -> None:
     a, b = randn(64, 128), randn(128, 96, seed=1)

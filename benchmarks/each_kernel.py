@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dispatch import Operand, Problem, RecipePair, machine
 from dispatch._api import engine
@@ -66,18 +67,34 @@ def prepared(k: int, n: int) -> None:
 
 
 @gluon.jit
-def _write(x, value):
+def _write(x, value, barrier):
+    mbarrier.wait(barrier, 0)
     gl.store(x + 3 * gl.program_id(0) + value, value)
 
 
 @gluon.jit
+def _arrive(x, value, barrier):
+    gl.store(x + 3 * gl.program_id(0) + value, value)
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
 def apart_kernel(x):
-    """Specialize warps that share nothing: what racecheck says of it concerns Triton's own word to its warps."""
-    gl.warp_specialize([(_write, (x, 0)), (_write, (x, 1)), (_write, (x, 2))], [4, 1], [232, 24])
+    """Specialize warps that share one mbarrier, and no data in shared memory.
+
+    What racecheck says of it concerns the word by which Triton itself tells warps what to run.
+    """
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_write, (x, 0, barrier)), (_write, (x, 1, barrier)), (_arrive, (x, 2, barrier))], [4, 1], [232, 24]
+    )
+    mbarrier.invalidate(barrier)
 
 
 def apart() -> None:
-    """Launch warp-specialized programs, as many and as large as a product's, whose warps share nothing."""
+    """Launch warp-specialized programs, as many and as large as a product's, that do nothing else together."""
     programs = 1024
     found = torch.empty(programs, 3, device="cuda", dtype=torch.int32)
     apart_kernel[(programs,)](found, num_warps=4)

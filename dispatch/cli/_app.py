@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,18 +14,35 @@ import dispatch
 from dispatch.cli._print import console, decision_table, emit, key_values, line
 from dispatch.tools import demo as demonstration
 from dispatch.tools import doctor as examination
+from dispatch.tools.doubts import doubts
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 app = typer.Typer(
     name="dispatch",
-    help="Matrix products by the fastest route that is accurate enough. Exit codes: 0 done, 1 no, 2 usage.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 policies = typer.Typer(no_args_is_help=True, help="Look at policy files.")
 cache = typer.Typer(no_args_is_help=True, help="Look at the decision store.")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        line(f"gemm-dispatch {metadata.version('gemm-dispatch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Matrix products by the fastest route that is accurate enough. Exit codes: 0 done, 1 no, 2 usage."""
+
+
 app.add_typer(policies, name="policy")
 app.add_typer(cache, name="cache")
 
@@ -101,7 +119,7 @@ def backends(as_json: AsJson = False) -> None:
 
 @policies.command("check")
 def policy_check(file: Annotated[Path, typer.Argument(help="A policy file.")], as_json: AsJson = False) -> None:
-    """Say whether a policy file is right; exit with 1 if it is not."""
+    """Say whether a policy file is right, and what to look at again; exit with 1 if it is not right."""
     try:
         policy = dispatch.load_policy(file)
     except (dispatch.PolicyError, OSError) as error:
@@ -110,9 +128,11 @@ def policy_check(file: Annotated[Path, typer.Argument(help="A policy file.")], a
             raise typer.Exit(1) from None
         _fail(error)
     if as_json:
-        emit({"file": str(file), "ok": True, "fingerprint": policy.fingerprint})
-    else:
-        line(f"{file}: right, {_count(len(policy.rules), 'rule')}")
+        emit({"file": str(file), "ok": True, "fingerprint": policy.fingerprint, "doubts": doubts(policy)})
+        return
+    line(f"{file}: right, {_count(len(policy.rules), 'rule')}")
+    for doubt in doubts(policy):
+        line(f"look again at {doubt}")
 
 
 @policies.command("show")

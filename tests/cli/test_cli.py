@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import json
 import os
@@ -177,6 +178,7 @@ def test_policy_check(tmp_path):
         "file": str(good),
         "ok": True,
         "fingerprint": dispatch.load_policy(good).fingerprint,
+        "doubts": [],
     }
     out, err = run("policy", "check", str(bad), code=1)
     assert out == ""
@@ -185,6 +187,26 @@ def test_policy_check(tmp_path):
     found = run_json("policy", "check", str(bad), code=1)
     assert (found["file"], found["ok"]) == (str(bad), False)
     assert "min_speed" in found["error"]
+
+
+def test_policy_check_doubts_names_that_are_nobodys(tmp_path):
+    file = tmp_path / "file.toml"
+    file.write_text(
+        'backends.deny = ["cublass", "cpu_*"]\nfallback.too_slow = ["cublas"]\n'
+        '[[rules]]\nmatch = { op = ["dgrd", "?grad"], arch = "hopper" }\nbackends.allow = ["bf16_fallbak"]\n'
+    )
+    found = run_json("policy", "check", str(file))
+    assert found["ok"] is True
+    keys = ["rules[0].match.op: 'dgrd'", "rules[0].match.arch: 'hopper'", "backends.deny: 'cublass'"]
+    keys.append("rules[0].backends.allow: 'bf16_fallbak'")
+    assert [doubt.partition(" matches")[0] for doubt in found["doubts"]] == keys
+    out, _ = run("policy", "check", str(file))
+    assert out.count("look again at") == 4
+
+
+def test_version():
+    out, _ = run("--version")
+    assert out.split() == ["gemm-dispatch", importlib.metadata.version("gemm-dispatch")]
 
 
 @pytest.mark.parametrize("content", [None, b"gate = [", b"\xff\xfe"])

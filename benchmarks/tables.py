@@ -36,6 +36,7 @@ def rows(table: str) -> list[Row]:
                     entry["table"] == "host_call" and entry["candidate"],
                     entry.get("way"),
                     entry.get("gradient"),
+                    entry["table"] == "counters" and entry["candidate"],
                 )
                 found[json.dumps([path.stem, *kind, entry.get("size")])] = entry
     return list(found.values())
@@ -177,6 +178,24 @@ def linear() -> str:
     return "\n".join([*lines, "", *_machines(found)])
 
 
+def counters() -> str:
+    """Return the table of ncu's counters, a column a kernel."""
+    found = rows("counters")
+    names = " | ".join(f"`{entry['candidate']}`" for entry in found)
+    lines = [f"| | {names} |", "|---" * (len(found) + 1) + "|"]
+    for name, text, scale in (
+        ("tensor_pipe_percent", "tensor pipe active, %", 1.0),
+        ("clock_hz", "SM clock, GHz", 1e-9),
+        ("latency_us", "time, us", 1.0),
+        ("l2_hit_percent", "L2 hit rate, %", 1.0),
+        ("l2_to_sm_bytes", "from L2 to the multiprocessors, GB", 1e-9),
+        ("dram_bytes", "from and to DRAM, GB", 1e-9),
+    ):
+        values = " | ".join(f"{entry[name] * scale:.3g}" for entry in found)
+        lines.append(f"| {text} | {values} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
 KERNELS = ("dense", "mid", "decode", "block", "promoted", "sixteen_bit", "end_to_end")
 TABLES: dict[str, Callable[[], str]] = {
     "gpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("sm")),
@@ -189,6 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host_call": host_call,
     "torch_graphs": torch_graphs,
     "linear": linear,
+    "counters": counters,
 }
 
 

@@ -403,7 +403,8 @@ def _exact(a: Any, b: Any, recipe: str | None) -> Any:
 
 def _decoded(x: Any, recipe: ScalingRecipe, axis: int) -> Any:
     """Return in float64 what the backend makes of an operand; that has to be what the recipe makes of it, about."""
-    from dispatch.plugins._triton_torch import form_of, rows_view
+    from dispatch.plugins._triton_launches import form_of
+    from dispatch.plugins._triton_torch import rows_view
 
     if isinstance(x, dispatch.ScaledArray):
         return x.dequantize("float64")

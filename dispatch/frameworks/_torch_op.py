@@ -101,10 +101,11 @@ def _policy(name: str | None) -> Policy | None:
     if name is not None:
         return _loaded(name)
     if _in_force.get() is None:
-        for key in ("context", POLICY):  # the first is the caller's context, which torch keeps there from 2.13 on
-            if torch._C._is_key_in_tls(key) and (found := torch._C._get_obj_in_tls(key)) is not None:
-                policy: Policy | None = found.get(_in_force) if key == "context" else found[0]
-                return policy
+        if torch._C._is_key_in_tls("context"):  # of the thread that calls backward(), from torch 2.13 on
+            context = torch._C._get_obj_in_tls("context")
+            return None if context is None else context.get(_in_force)
+        if torch._C._is_key_in_tls(POLICY) and (entered := torch._C._get_obj_in_tls(POLICY)):
+            return cast(Policy, entered[-1])
     return None
 
 

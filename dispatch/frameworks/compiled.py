@@ -15,7 +15,7 @@ from dispatch.policies.policy import Policy, _policy_contexts, use_policy
 
 NOT_OURS = "a transform, a compiler, a subclass, several devices or a weak type has a say in the call"
 POLICY = "gemm_dispatch.policy"
-"""Under which torch keeps, for each thread and the threads of its autograd, a list of one: the policy in force."""
+"""Under which torch keeps, for each thread and the threads of its autograd, the policies that it has entered."""
 _NO_POLICY = (
     "dispatch.use_policy cannot be entered in a function that is compiled or exported, which reads the policy when it "
     "runs: enter it around the call, or name the policy in the product, dispatch.matmul(a, b, policy='strict')"
@@ -84,15 +84,16 @@ def _for_autograd(policy: Policy) -> Iterator[None]:
         yield
         return
     if not torch._C._is_key_in_tls(POLICY):
-        cell: list[Policy | None] = [None]
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(cell))  # torch before 2.13 takes a reference that it does not count
-        torch._C._stash_obj_in_tls(POLICY, cell)
-    cell = torch._C._get_obj_in_tls(POLICY)
-    before, cell[0] = cell[0], policy
+        made: list[Policy] = []
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # torch before 2.13 takes a reference that it does not count
+        torch._C._stash_obj_in_tls(POLICY, made)
+    entered: list[Policy] = torch._C._get_obj_in_tls(POLICY)
+    entered.append(policy)
     try:
         yield
-    finally:
-        cell[0] = before
+    finally:  # tasks of one thread may leave in any order
+        last = max(i for i, other in enumerate(entered) if other is policy)
+        del entered[last]
 
 
 again._torchdynamo_inline = _backward_in_trace  # type: ignore[attr-defined]

@@ -122,3 +122,17 @@ def test_processes_on_a_cold_store(tmp_path: Path, how: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "[0, 0, 0]", done.stderr
+
+
+def test_policies_that_are_left_in_any_order_leave_nothing_for_autograds_threads() -> None:
+    """As two tasks of one thread do."""
+    from dispatch.frameworks.compiled import POLICY
+
+    first, second = dispatch.use_policy("native"), dispatch.use_policy("strict")
+    first.__enter__()
+    second.__enter__()
+    assert [policy.name for policy in torch._C._get_obj_in_tls(POLICY)] == ["native", "strict"]
+    first.__exit__(None, None, None)
+    assert [policy.name for policy in torch._C._get_obj_in_tls(POLICY)] == ["strict"]
+    second.__exit__(None, None, None)
+    assert torch._C._get_obj_in_tls(POLICY) == []

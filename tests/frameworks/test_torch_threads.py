@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import subprocess
 import sys
@@ -128,11 +129,12 @@ def test_policies_that_are_left_in_any_order_leave_nothing_for_autograds_threads
     """As two tasks of one thread do."""
     from dispatch.frameworks.compiled import POLICY
 
+    contexts = contextvars.copy_context(), contextvars.copy_context()
     first, second = dispatch.use_policy("native"), dispatch.use_policy("strict")
-    first.__enter__()
-    second.__enter__()
+    contexts[0].run(first.__enter__)
+    contexts[1].run(second.__enter__)
     assert [policy.name for policy in torch._C._get_obj_in_tls(POLICY)] == ["native", "strict"]
-    first.__exit__(None, None, None)
+    contexts[0].run(first.__exit__, None, None, None)
     assert [policy.name for policy in torch._C._get_obj_in_tls(POLICY)] == ["strict"]
-    second.__exit__(None, None, None)
+    contexts[1].run(second.__exit__, None, None, None)
     assert torch._C._get_obj_in_tls(POLICY) == []

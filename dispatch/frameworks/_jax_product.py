@@ -325,16 +325,18 @@ def _deciding() -> Iterator[None]:
         lowering.reset(token)
 
 
-def _here(multiply: Callable[..., Array]) -> Callable[..., Array]:
-    def here(*operands: Array) -> Array:
+def here(multiply: Callable[..., Array]) -> Callable[..., Array]:
+    """Return `multiply`, whose dispatched products are decided and multiplied at once."""
+
+    def multiplied(*operands: Array) -> Array:
         with _deciding():
             return multiply(*operands)
 
-    return here
+    return multiplied
 
 
 def _lower_product(ctx: Any, *values: Any, choice: Choice, **params: Any) -> Any:
-    own, multiply = _own(params), _here(partial(_multiply, choice=choice, **params))
+    own, multiply = _own(params), here(partial(_multiply, choice=choice, **params))
     place = spread.place(ctx)
     if place == spread.SEVERAL and spread.explicit((*ctx.avals_in, *ctx.avals_out)):
         multiply = spread.mapped(multiply, params["dimension_numbers"], ctx.avals_in, ctx.avals_out[0])
@@ -345,7 +347,7 @@ def _lower_product(ctx: Any, *values: Any, choice: Choice, **params: Any) -> Any
 
 def _lower_fused(ctx: Any, *values: Any, choice: Choice, epilogue: Epilogue) -> Any:
     place = spread.place(ctx)
-    multiply = _here(partial(_multiply_fused, choice=choice, epilogue=epilogue))
+    multiply = here(partial(_multiply_fused, choice=choice, epilogue=epilogue))
     if place != spread.HERE:
         multiply = partial(_unfused, choice=choice, epilogue=epilogue)  # products of it are lowered in their turn
     return mlir.lower_fun(multiply, multiple_results=False)(ctx, *values)

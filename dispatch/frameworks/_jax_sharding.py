@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,31 +55,39 @@ def place(ctx: Any) -> str:
 
 
 def partitioned(
-    own: Callable[..., Array], multiply: Callable[..., Array], dimension_numbers: Any, ranks: Sequence[int]
+    own: Callable[..., Array],
+    multiply: Callable[..., Array],
+    dimension_numbers: Any,
+    ranks: Sequence[int],
+    extents: Sequence[int | None] = (),
 ) -> Callable[..., Array]:
     """Return the product of two arrays spread over a mesh, as jax.lax.dot_general spreads it.
 
     own: the framework's product, for the result's shape. multiply: the product of one device's parts. Where the
-    contracted dimensions are spread, the parts' products are summed over those axes of the mesh.
+    contracted dimensions are spread, the parts' products are summed over those axes of the mesh. extents: where scales
+    of b follow it, how many values along each of its axes share one (None: all).
     """
     of_a, of_b, of_out, contracted = _factors(dimension_numbers, ranks)
     x64 = bool(jax.config.jax_enable_x64)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
         specs = (of_a, operands[0].sharding.spec), (of_b, operands[1].sharding.spec)
-        axes = _axes_of_factors(specs, {factor for factor in contracted if not _alike(factor, *specs)})
-        summed = [name for factor in contracted for name in axes.get(factor, ())]
+        axes, summed = _spread_out(mesh, specs, contracted, operands[1].shape, extents)
 
-        def part(a: Array, b: Array) -> Array:
+        def part(*parts: Array) -> Array:
             with jax.enable_x64(x64):
-                out = multiply(a, b)
-                return jax.lax.psum(out, tuple(summed)) if summed else out
+                out = multiply(*parts)
+                return jax.lax.psum(out, summed) if summed else out
 
-        shardings = [NamedSharding(mesh, _spec(factors, axes)) for factors in (of_a, of_b, of_out)]
-        return mesh, part, shardings[2], tuple(shardings[:2])
+        spec_a, spec_b, spec_out = (_spec(factors, axes) for factors in (of_a, of_b, of_out))
+        given = (spec_a, spec_b, *_of_scales(spec_b, extents))
+        shardings = [NamedSharding(mesh, spec) for spec in (*given, spec_out)]
+        return mesh, part, shardings[-1], tuple(shardings[:-1])
 
     made = custom_partitioning(own)
-    rule = f"{' '.join(of_a)}, {' '.join(of_b)} -> {' '.join(of_out)}"
+    of_scale = [f"s{i}" for i in range(len(extents))]  # as `part` needs them, whatever they are spread like
+    given = [of_a, of_b, of_scale] if extents else [of_a, of_b]
+    rule = f"{', '.join(' '.join(factors) for factors in given)} -> {' '.join(of_out)}"
     made.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(contracted))
     called: Callable[..., Array] = made
     return called
@@ -91,29 +100,59 @@ def explicit(avals: Sequence[Any]) -> bool:
 
 
 def mapped(
-    multiply: Callable[..., Array], dimension_numbers: Any, avals: Sequence[Any], out: Any
+    multiply: Callable[..., Array],
+    dimension_numbers: Any,
+    avals: Sequence[Any],
+    out: Any,
+    extents: Sequence[int | None] = (),
 ) -> Callable[..., Array]:
     """Return the product of two arrays whose types say how they are spread, as a shard_map of `multiply`.
 
     avals: the operands' types; out: the result's. An axis of the mesh that both ask for differently is the first's.
+    extents: as in `partitioned`.
     """
-    of_a, of_b, of_out, contracted = _factors(dimension_numbers, [aval.ndim for aval in avals])
+    of_a, of_b, of_out, contracted = _factors(dimension_numbers, [aval.ndim for aval in avals[:2]])
     specs = (of_a, avals[0].sharding.spec), (of_b, avals[1].sharding.spec)
-    axes = _axes_of_factors(specs, {factor for factor in contracted if not _alike(factor, *specs)})
-    summed = tuple(name for factor in contracted for name in axes.get(factor, ()))
+    axes, summed = _spread_out(out.sharding.mesh, specs, contracted, avals[1].shape, extents)
     spec_a, spec_b, spec_out = (_spec(factors, axes) for factors in (of_a, of_b, of_out))
+    given = (spec_a, spec_b, *_of_scales(spec_b, extents))
 
-    def part(a: Array, b: Array) -> Array:
-        product = multiply(a, b)
+    def part(*parts: Array) -> Array:
+        product = multiply(*parts)
         return jax.lax.psum(product, summed) if summed else product
 
-    spread = jax.shard_map(part, mesh=out.sharding.mesh, in_specs=(spec_a, spec_b), out_specs=spec_out, check_vma=False)
+    spread = jax.shard_map(part, mesh=out.sharding.mesh, in_specs=given, out_specs=spec_out, check_vma=False)
 
-    def whole(a: Array, b: Array) -> Array:
-        product = spread(jax.sharding.reshard(a, spec_a), jax.sharding.reshard(b, spec_b))
+    def whole(*operands: Array) -> Array:
+        product = spread(*map(jax.sharding.reshard, operands, given))
         return jax.sharding.reshard(product, out.sharding.spec)
 
     return whole
+
+
+def _spread_out(
+    mesh: Any, specs: Sequence[tuple[list[str], Any]], contracted: list[str], shape: Any, extents: Sequence[int | None]
+) -> tuple[dict[str, Spec], Spec]:
+    """Return the axes of the mesh for each factor, and those that the parts' products are summed over.
+
+    shape: b's. A factor along which both operands are spread differently is not spread, nor one whose parts would
+    divide the values of one scale.
+    """
+    whole = {factor for factor in contracted if not _alike(factor, *specs)}
+    axes = _axes_of_factors(specs, whole)
+    for factor, size, extent in zip(specs[1][0], shape, extents, strict=False):
+        count = math.prod(mesh.shape[name] for name in axes.get(factor, ()))
+        if extent is not None and size % (count * extent) and count > 1:
+            whole.add(factor)
+    axes = _axes_of_factors(specs, whole)
+    return axes, tuple(name for factor in contracted for name in axes.get(factor, ()))
+
+
+def _of_scales(spec: Any, extents: Sequence[int | None]) -> tuple[PartitionSpec, ...]:
+    """Return how the scales of b are spread, which is spread by `spec`; nothing where it has none."""
+    if not extents:
+        return ()
+    return (PartitionSpec(*(None if extent is None else axes for axes, extent in zip(spec, extents, strict=True))),)
 
 
 def _factors(dimension_numbers: Any, ranks: Sequence[int]) -> tuple[list[str], list[str], list[str], list[str]]:

@@ -17,6 +17,7 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _jax_policy
 from dispatch.frameworks import _jax_product as standing
+from dispatch.frameworks import _jax_scaled as by_scaled
 from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
@@ -26,6 +27,7 @@ from dispatch.frameworks._thread import in_a_thread
 from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.request import Request
 from dispatch.policies.policy import Policy, current_policy, load_policy
+from dispatch.quantization import PreparedOperand, ScaledArray
 
 Array = Any
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -150,23 +152,27 @@ class JaxRoom:
     def deferred(self, call: Request, options: Any) -> Array | None:
         """Return a product in the trace that is decided when that is lowered, or None.
 
-        None where nothing is traced or lowering has come, and for what is decided while tracing: operands quantized or
-        prepared already, raw FP8, integers. Weak types are the native product's.
+        None where nothing is traced or lowering has come, and for what is decided while tracing: raw FP8, integers,
+        prepared operands, and ScaledArrays but for a matrix b. Weak types are the native product's.
         """
-        arrays = call.operands
-        if not call.plain or call.shapes is None or not any(isinstance(x, Tracer) for x in arrays):
+        if standing.lowering.get() or call.shapes is None or not any(isinstance(x, Tracer) for x in _leaves(call)):
             return None
-        if standing.lowering.get() or any(x.aval.weak_type or self.dtype_name(x) not in _FLOATS for x in arrays):
+        quantized = isinstance(call.b, ScaledArray) and call.b.ndim == 2
+        if not (call.plain or (quantized and not isinstance(call.a, ScaledArray | PreparedOperand))):
+            return None
+        arrays = [call.a, *([] if quantized else [call.b]), *([] if call.bias is None else [call.bias])]
+        if any(x.aval.weak_type or self.dtype_name(x) not in _FLOATS for x in arrays):
             return None
         choice = standing.Choice(options.policy, options.backend, options.scope)
-        own = self.promote(*map(self.dtype_name, arrays[:2]))
+        own = self.promote(self.dtype_name(call.a), call.b.dtype if quantized else self.dtype_name(call.b))
         assert own is not None
         out_dtype = own if call.out_dtype is None else self.name_of_dtype(call.out_dtype)
         preferred = _preferred(self, own, out_dtype)
         plain = out_dtype in (own, preferred) and call.bias is None and call.activation is None
         apply = _same if plain else partial(_epilogue, call.activation, out_dtype)
         epilogue = standing.Epilogue(call.activation, out_dtype, preferred, apply)
-        return standing.matmul(call.a, call.b, call.bias, choice, epilogue)
+        multiply = by_scaled.matmul if quantized else standing.matmul
+        return multiply(call.a, call.b, call.bias, choice, epilogue)
 
     def dot_general(
         self, lhs: Array, rhs: Array, dimension_numbers: Any, choice: standing.Choice, **params: Any
@@ -298,6 +304,12 @@ def _preferred(room: JaxRoom, own: str | None, out_dtype: str) -> str | None:
     whole = own is not None and jnp.issubdtype(own, jnp.integer) and own != out_dtype
     whole = whole and jnp.promote_types(own, out_dtype).name == out_dtype
     return out_dtype if wider or whole else None
+
+
+def _leaves(call: Request) -> list[Any]:
+    """Return every array of a call, data and scales of a ScaledArray."""
+    leaves: list[Any] = jax.tree.leaves(call.operands)
+    return leaves
 
 
 def _stage() -> str:

@@ -207,3 +207,99 @@ def test_a_mesh_with_explicit_sharding(jit: bool, rough: Rough) -> None:
         for product in (dispatch.matmul, jnp.matmul):
             with pytest.raises(Exception, match="ambiguous how the output should be sharded"):
                 jax.jit(product)(put(a, mesh, None, "x"), put(b, mesh, "x", None))
+
+
+def weights(mesh: Any, recipe: str = "e4m3:row") -> tuple[Any, ...]:
+    """Return an MLP's weights, (32, 512) by columns and (512, 32) by rows over y, and both quantized as (n, k)."""
+    plain = put(array((32, 512), 1), mesh, None, "y"), put(array((512, 32), 2), mesh, "y", None)
+    return (*plain, *(dispatch.quantize(w.mT, recipe) for w in plain))
+
+
+def decoded(q: Any) -> Any:
+    return q.mT.dequantize("float32")
+
+
+def mlp_of(product: Any) -> Callable[..., Any]:
+    return lambda x, up, down: product(jax.nn.silu(product(x, up)), down)
+
+
+def test_a_tensor_parallel_mlp_of_weights_quantized_once(rough: Rough) -> None:
+    """The same collectives as for weights that are not, and each device's part is the problem."""
+    mesh = mesh_of(AUTO)
+    x = put(array((2, 8, 32), 0), mesh, "x", None, None)
+    up, down, quantized_up, quantized_down = weights(mesh)
+    ours = mlp_of(lambda a, b: dispatch.matmul(a, b.mT))
+
+    def gradient(mlp: Any) -> Any:
+        return jax.grad(lambda *y: jnp.square(mlp(*y)).mean())
+
+    for way in (lambda mlp: mlp, gradient):
+        rough.problems.clear()
+        dispatch.forget()
+        found = jax.jit(way(ours))(x, quantized_up, quantized_down)
+        wanted = jax.jit(way(mlp_of(biased)))(x, decoded(quantized_up), decoded(quantized_down))
+        np.testing.assert_allclose(found, wanted, rtol=0.05, atol=0.05 * float(np.abs(wanted).max()))
+        assert found.sharding.spec == wanted.sharding.spec
+        assert rough.sizes() == {(8, 128, 32), (8, 32, 128)}
+        assert {str(problem.b.recipe) for problem in rough.problems} == {"e4m3:row"}
+        ours_and_plain = (way(ours), (x, quantized_up, quantized_down)), (way(mlp_of(jnp.matmul)), (x, up, down))
+        found, wanted = (collectives(fun, *operands) for fun, operands in ours_and_plain)
+        assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [("e4m3:row", 192), ("e4m3:tensor", 192), ("e4m3:128x128", 512), ("e4m3:128x128", 192), ("e4m3:1x128", 512)],
+)
+def test_scales_are_spread_as_their_values_are(recipe: str, size: int) -> None:
+    """Blocks of 128 do not fit into a fourth of 192: such a weight is gathered, and the product right all the same."""
+    mesh, backend = mesh_of(AUTO), Rough()
+    backend.capabilities = FakeBackend("rough", recipes=(f"e4m3:row@{recipe}",)).capabilities
+    x, w = put(array((8, size), 0), mesh, "x", "y"), array((size, size), 1)
+    policy = dispatch.use_policy(recipes={"inputs": ["float32"], "allow": [f"e4m3:row@{recipe}"]})
+    with registered(backend), fake_timings({"rough": 1.0, "baseline": 100.0}), policy:
+        for spec in (("y", None), (None, "y")):
+            q = dispatch.quantize(put(w, mesh, *spec), recipe, axis=-2)
+            found = jax.jit(dispatch.matmul)(x, q)
+            np.testing.assert_allclose(found, biased(x, q.dequantize("float32")), rtol=1e-4, atol=1e-3)
+    assert backend.problems
+    assert "rough" not in dispatch.stats()["quarantined"]
+
+
+def test_a_weight_quantized_once_with_an_epilogue_on_a_mesh(rough: Rough) -> None:
+    mesh = mesh_of(AUTO)
+    x = put(array((8, 32), 0), mesh, "x", None)
+    *_, up, _ = weights(mesh)
+    bias = put(array((512,), 3), mesh, "y")
+    found = jax.jit(lambda a, b, c: dispatch.matmul(a, b.mT, bias=c, activation="silu"))(x, up, bias)
+    np.testing.assert_allclose(found, jax.nn.silu(biased(x, decoded(up)) + bias), rtol=1e-4, atol=1e-3)
+    assert {(x.bias, x.activation) for x in rough.problems} == {(None, None)}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_weights_quantized_once_inside_shard_map(jit: bool, rough: Rough) -> None:
+    mesh = mesh_of(AUTO)
+    x = array((16, 32), 0)
+    *_, up, down = weights(mesh)
+
+    specs = P("x"), *(jax.tree.map(lambda leaf: leaf.sharding.spec, q) for q in (up, down))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    def mlp(x: Any, up: Any, down: Any) -> Any:
+        return jax.lax.psum(mlp_of(lambda a, b: dispatch.matmul(a, b.mT))(x, up, down), "y")
+
+    found = (jax.jit(mlp) if jit else mlp)(x, up, down)
+    wanted = mlp_of(biased)(x, decoded(up), decoded(down))
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3 * float(np.abs(wanted).max()))
+    assert rough.sizes() == {(8, 128, 32), (8, 32, 128)}
+
+
+def test_a_weight_quantized_once_on_a_mesh_with_explicit_sharding(rough: Rough) -> None:
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        x = put(array((16, 32), 0), mesh, "x", None)
+        w = put(array((32, 24), 1), mesh, None, "y")
+        q = dispatch.quantize(w, "e4m3:row", axis=-2)
+        found = jax.jit(dispatch.matmul)(x, q)
+        close(found, biased(x, q.dequantize("float32")))
+    assert rough.sizes() == {(8, 6, 32)}

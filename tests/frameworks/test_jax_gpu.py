@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import dispatch
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+P = jax.sharding.PartitionSpec
 pytestmark = pytest.mark.gpu
 TOLERANCE = 0.1  # relative L2 of the whole: FP8 of normal data measures about 0.04
 FP8 = {"gate": {"min_speedup": 0.0}, "tuning": {"budget_ms": 500}}
@@ -61,7 +63,8 @@ def test_vmap_and_scan_against_float64() -> None:
     assert off(last, a64[0] @ b64 @ b64 / 256) < TOLERANCE
 
 
-def test_a_tensor_parallel_mlp_on_two_gpus() -> None:
+def on_two_gpus() -> Any:
+    """Return put(x, *spec), which spreads an array over a mesh of two GPUs."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two GPUs")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -69,11 +72,22 @@ def test_a_tensor_parallel_mlp_on_two_gpus() -> None:
     def put(x: Any, *spec: Any) -> Any:
         return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
 
+    return put
+
+
+def mlp(product: Any) -> Any:
+    return lambda x, up, down: product(jax.nn.silu(product(x, up)), down)
+
+
+def collectives(program: Any) -> Counter[str]:
+    kinds = r"\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    return Counter(re.findall(kinds, program.as_text()))
+
+
+def test_a_tensor_parallel_mlp_on_two_gpus() -> None:
+    put = on_two_gpus()
     x = put(normal((1024, 1024), 0), None, None)
     up, down = put(normal((1024, 4096), 1) / 32, None, "x"), put(normal((4096, 1024), 2) / 64, "x", None)
-
-    def mlp(product: Any) -> Any:
-        return lambda x, up, down: product(jax.nn.silu(product(x, up)), down)
 
     def trained(product: Any) -> Any:
         return jax.grad(lambda *y: jnp.square(mlp(product)(*y).astype("float32")).mean(), (0, 1, 2))
@@ -82,8 +96,35 @@ def test_a_tensor_parallel_mlp_on_two_gpus() -> None:
         with dispatch.use_policy(**FP8):
             compiled = jax.jit(way(dispatch.matmul)).lower(x, up, down).compile()
         own = jax.jit(way(jnp.matmul)).lower(x, up, down).compile()
-        kinds = r"\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-        found, wanted = (Counter(re.findall(kinds, program.as_text())) for program in (compiled, own))
-        assert found == wanted
+        assert collectives(compiled) == collectives(own)
         distances = jax.tree.map(off, compiled(x, up, down), own(x, up, down))
         assert max(jax.tree.leaves(distances)) < TOLERANCE
+
+
+def test_weights_quantized_once_on_two_gpus() -> None:
+    """Forward and gradient have the collectives of jnp.matmul by the weights; so have shard_map's."""
+    put = on_two_gpus()
+    x = put(normal((1024, 1024), 0), None, None)
+    up, down = put(normal((1024, 4096), 1) / 32, None, "x"), put(normal((4096, 1024), 2) / 64, "x", None)
+    once = jax.jit(lambda w: dispatch.quantize(w.mT, "e4m3:row"))
+    quantized = once(up), once(down)
+    ours = mlp(lambda a, b: dispatch.matmul(a, b.mT))
+    gradient = partial(jax.grad, argnums=0)
+    summed = {"forward": (ours, mlp(jnp.matmul))}
+    summed["gradient"] = tuple(
+        gradient(lambda *y, f=f: jnp.square(f(*y).astype("float32")).mean()) for f in summed["forward"]
+    )
+    for way, own in summed.values():
+        with dispatch.use_policy(**FP8):
+            compiled = jax.jit(way).lower(x, *quantized).compile()
+        plain = jax.jit(own).lower(x, up, down).compile()
+        assert collectives(compiled) == collectives(plain)
+        assert off(compiled(x, *quantized), plain(x, up, down)) < TOLERANCE
+    specs = P(), *(jax.tree.map(lambda leaf: leaf.sharding.spec, q) for q in quantized)
+
+    def local(*operands: Any) -> Any:
+        return jax.lax.psum(ours(*operands), "x")
+
+    mapped = jax.shard_map(local, mesh=x.sharding.mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    with dispatch.use_policy(**FP8):
+        assert off(jax.jit(mapped)(x, *quantized), jax.jit(mlp(jnp.matmul))(x, up, down)) < TOLERANCE

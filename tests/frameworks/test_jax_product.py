@@ -357,3 +357,52 @@ def test_dtypes_of_mixed_operands_and_wide_results() -> None:
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(*(np.float32(v) for v in (x, y)), rtol=0.02), found, wanted
         )
+
+
+def decoded(q: Any) -> Any:
+    return q.dequantize("float32")
+
+
+SCALED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "jit": lambda p, a, q: jax.jit(p)(a, q),
+    "vector": lambda p, a, q: jax.jit(p)(a[0], q),
+    "stack": lambda p, a, q: jax.jit(p)(jnp.stack([a, -a]), q),
+    "grad": lambda p, a, q: jax.jit(jax.grad(lambda x: jnp.sin(p(x, q)).sum()))(a),
+    "jvp": lambda p, a, q: jax.jvp(lambda x: p(x, q), (a,), (a + 1,)),
+    "hessian": lambda p, a, q: jax.hessian(lambda x: jnp.square(p(x, q)).sum())(a[:1]),
+    "vmap of a": lambda p, a, q: jax.jit(jax.vmap(p, (0, None)))(jnp.stack([a, -a]), q),
+    "vmap of rows": lambda p, a, q: jax.jit(jax.vmap(p, (0, None)))(a, q),
+    "vmap of both": lambda p, a, q: jax.jit(jax.vmap(p))(
+        *(jax.tree.map(lambda x: jnp.stack([x, x]), y) for y in (a, q))
+    ),
+    "scan": lambda p, a, q: jax.lax.scan(lambda c, _: (p(c, q)[:, :4] / 8, c.sum()), a, None, length=3),
+    "remat": lambda p, a, q: jax.grad(lambda x: jnp.sin(jax.checkpoint(p)(x, q)).sum())(a),
+}
+
+
+@pytest.mark.parametrize("transform", SCALED.values(), ids=list(SCALED))
+def test_transforms_of_a_product_by_a_weight_quantized_once(transform: Any, rough: Rough) -> None:
+    """Values are the chosen plan's, derivatives the own product's of what the weight stands for."""
+    a, q = array((3, 4), 0), dispatch.quantize(array((4, 5), 1), "e4m3:row", axis=-2)
+    found = transform(dispatch.matmul, a, q)
+    assert rough.problems
+    assert {str(problem.b.recipe) for problem in rough.problems} == {"e4m3:row"}
+    wanted = transform(lambda x, y: jnp.matmul(x, decoded(y)), a, q)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0.06, atol=0.06), found, wanted)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, wanted)
+
+
+def test_an_epilogue_is_fused_into_a_product_by_a_weight_quantized_once(rough: Rough) -> None:
+    a, bias, q = array((3, 4), 0), array((5,), 2), dispatch.quantize(array((4, 5), 1), "e4m3:row", axis=-2)
+    found = jax.jit(lambda *x: dispatch.matmul(x[0], x[1], bias=x[2], activation="silu"))(a, q, bias)
+    close(found, jax.nn.silu(a @ decoded(q) + bias) * FACTOR)
+    assert {(x.bias, x.activation) for x in rough.problems} == {("float32", "silu")}
+
+
+def test_an_exported_product_by_a_weight_quantized_once_is_the_own(rough: Rough) -> None:
+    a, q = array((3, 4), 0), dispatch.quantize(array((4, 5), 1), "e4m3:row", axis=-2)
+    text = jax.export.export(
+        jax.jit(lambda x, data, scale: dispatch.matmul(x, dispatch.ScaledArray(data, scale, q.recipe, -2, q.dtype)))
+    )(a, q.data, q.scale).mlir_module()
+    assert not rough.problems
+    assert "dot_general" in text

@@ -23,14 +23,16 @@ def keys_of(problem: Problem, able: Sequence[Candidate], circumstances: Mapping[
 
     circumstances: what there is beside the problem, as plain values. Problems of one bucket of m share a key where
     they have the same candidates. Under tracing what was decided on real operands is looked for first; what is measured
-    then, on random ones, is kept apart. Capturing and differentiating change no product.
+    then, on random ones, is kept apart, and for every scope alike: a scope says something of data alone. Capturing and
+    differentiating change no product.
     """
     facts: dict[str, Any] = {"format": FORMAT, **circumstances}
     first, last = bucket(problem)
     if first < last:
         facts["able"] = [str(candidate) for candidate in able]
     modes: list[tuple[str, ...]] = [(), ("traced",)] if "traced" in problem.modes else [()]
-    return [key_of({**facts, "problem": to_plain(replace(problem, m=last, modes=x))}) for x in modes]
+    of = {(): facts, ("traced",): {**facts, "scope": None}}
+    return [key_of({**of[x], "problem": to_plain(replace(problem, m=last, modes=x))}) for x in modes]
 
 
 class Decisions:

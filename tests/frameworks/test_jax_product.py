@@ -406,3 +406,14 @@ def test_an_exported_product_by_a_weight_quantized_once_is_the_own(rough: Rough)
     )(a, q.data, q.scale).mlir_module()
     assert not rough.problems
     assert "dot_general" in text
+
+
+def test_layers_of_one_shape_are_measured_once(rough: Rough) -> None:
+    """What is measured while tracing is of random operands, whatever the scope."""
+    a, b = array((17, 4), 0), array((4, 5), 1)
+    before = dispatch.stats()["measured"]
+    jax.jit(lambda x: [dispatch.matmul(x, b, scope=f"layers.{i}") for i in range(4)])(a)
+    assert dispatch.stats()["measured"] == before + 1
+    for i in range(2):
+        dispatch.matmul(a, b, scope=f"layers.{i}")
+    assert dispatch.stats()["measured"] == before + 3

@@ -132,6 +132,29 @@ def test_training_moves_the_loss_as_without() -> None:
         np.testing.assert_allclose(trained(convert(plain)), trained(plain), rtol=1e-4)
 
 
+def test_fifty_steps_end_where_another_seed_would(judged: Any) -> None:
+    optax = pytest.importorskip("optax")
+
+    def run(dispatched: bool, seed: int) -> tuple[float, float]:
+        model = Block(jax.random.key(seed))
+        model = convert(model) if dispatched else model
+        optimizer = optax.adam(0.01, eps=1e-3)
+        state = optimizer.init(equinox.filter(model, equinox.is_array))
+
+        @equinox.filter_jit
+        def step(model: Any, state: Any, x: Any) -> Any:
+            grads = equinox.filter_grad(loss)(model, x)
+            updates, state = optimizer.update(grads, state)
+            return equinox.apply_updates(model, updates), state
+
+        before = float(loss(model, batch(99)))
+        for number in range(50):
+            model, state = step(model, state, batch(number))
+        return before, float(loss(model, batch(99)))
+
+    judged(run)
+
+
 def test_a_saved_tree_of_the_one_is_the_others(tmp_path: Path) -> None:
     plain, ours = Block(jax.random.key(0)), convert(Block(jax.random.key(1)))
     equinox.tree_serialise_leaves(tmp_path / "model.eqx", plain)

@@ -141,7 +141,7 @@ class Engine:
             return case.decide({}), off
         try:
             known = None if distrusted else self._known(keys[-1], case)  # another thread may have measured it meanwhile
-            return self._measured(case, keys[-1]) if known is None else (known, True)
+            return self._measured(case, keys[-1], alone=distrusted) if known is None else (known, True)
         finally:
             self._measuring.discard((os.getpid(), keys[-1]))
 
@@ -160,7 +160,7 @@ class Engine:
         calibration.decisions[key] = decision
         return decision
 
-    def _measured(self, case: _Case, key: str) -> tuple[Decision, bool]:
+    def _measured(self, case: _Case, key: str, alone: bool = False) -> tuple[Decision, bool]:
         self.counts["measured"] += 1
         try:
             table = case.call.room.isolated(lambda: self._table(case, self._timings.get(key, {})))
@@ -180,9 +180,8 @@ class Engine:
             self._timings[key] = table.timings  # the latencies are true of other data, the errors are not
             return decision, False
         complete = decision.settled and not table.out_of_memory and not table.postponed
+        decision = self.decisions.agree(key, decision, case.able, lasting=complete, alone=alone)
         if complete:
-            modes = tuple(mode for mode in case.problem.modes if mode == "traced")  # the others are the call's
-            self.decisions.keep(key, replace(decision, problem=replace(case.problem, modes=modes)))
             self.guard.measured(case.problem, case.options.scope, case.policy)
         return decision, complete or not table.postponed
 

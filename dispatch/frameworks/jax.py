@@ -258,7 +258,7 @@ class JaxRoom:
 
 
 def _default_device() -> Any:
-    return jax.config.jax_default_device or jax.devices()[0]
+    return jax.config.jax_default_device or jax.local_devices()[0]
 
 
 def _device_arch(device: Any) -> Arch:
@@ -269,7 +269,7 @@ def _device_arch(device: Any) -> Arch:
 
 def _device_named(name: str) -> Any:
     for platform in dict.fromkeys((jax.default_backend(), "cpu")):
-        for device in jax.devices(platform):
+        for device in jax.local_devices(backend=platform):
             if _device_name(device) == name:
                 return device
     raise ValueError(f"JAX has no device {name!r} here")

@@ -1,4 +1,4 @@
-"""A product by a ScaledArray that stands in a trace: decided when it is lowered, on a mesh for one device's part.
+"""Products of ScaledArrays that stand in a trace: decided when they are lowered, on a mesh for one device's part.
 
 So a weight is quantized once, and passed to a jitted function, or a shard_map, like any other array.
 """
@@ -26,54 +26,99 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a ScaledArray is beside its data and scales, (k, n) and contracted along its first axis."""
+    """What an operand is beside its arrays. recipe: None for an array as it is, of dtype `dtype`."""
 
-    recipe: ScalingRecipe
+    recipe: ScalingRecipe | None
+    axis: int
     dtype: str
 
-    def of(self, data: Array, scale: Array) -> ScaledArray:
-        """Return the ScaledArray."""
-        return ScaledArray(data, scale, self.recipe, -2, self.dtype)
+    @classmethod
+    def of(cls, operand: Any, axis: int) -> Kind:
+        """Return the kind of an array or a ScaledArray."""
+        recipe = operand.recipe if isinstance(operand, ScaledArray) else None
+        return cls(recipe, axis, operand.dtype if recipe else operand.dtype.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """The kinds of a and b. The arrays of a product are a, b, the scales of those that have some, and a bias."""
+
+    a: Kind
+    b: Kind
+
+    def operands(self, arrays: Sequence[Array]) -> tuple[Any, Any, Array | None]:
+        """Return a, b and the bias of a product's arrays."""
+        rest = iter(arrays[2:])
+        a, b = (
+            x if kind.recipe is None else ScaledArray(x, next(rest), kind.recipe, kind.axis, kind.dtype)
+            for x, kind in zip(arrays, (self.a, self.b), strict=False)
+        )
+        return a, b, next(rest, None)
+
+    @property
+    def plain(self) -> int:
+        """How many arrays there are but for a bias."""
+        return 2 + sum(kind.recipe is not None for kind in (self.a, self.b))
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of the framework's own product."""
+        return str(jnp.promote_types(self.a.dtype, self.b.dtype).name)
+
+    def scales(self) -> spread.Scales:
+        """Return how many values along each axis share a scale, of both operands."""
+        of_a, of_b = (
+            None if kind.recipe is None else block_extents(2, kind.recipe, kind.axis) for kind in (self.a, self.b)
+        )
+        return of_a, of_b
 
 
 scaled = Primitive("dispatch_scaled_matmul")
 
 
-def matmul(a: Array, b: ScaledArray, bias: Array | None, choice: Choice, epilogue: Epilogue) -> Array:
-    """Return the product of a, of one dimension or more, and b (k, n), with its epilogue."""
-    kind = Kind(b.recipe, b.dtype)
-    operands = (a, b.data, b.scale) if bias is None else (a, b.data, b.scale, bias)
-    out: Array = scaled.bind(*operands, choice=choice, epilogue=epilogue, kind=kind)
+def serves(a: Any, b: Any) -> bool:
+    """Return whether a product is one of these: a ScaledArray b (k, n), by an array, or by a ScaledArray (m, k)."""
+    of_a = not isinstance(a, ScaledArray) or a.ndim == 2
+    return of_a and isinstance(b, ScaledArray) and b.ndim == 2
+
+
+def matmul(a: Any, b: ScaledArray, bias: Array | None, choice: Choice, epilogue: Epilogue) -> Array:
+    """Return the product of a and b, for which `serves` holds, with its epilogue."""
+    kinds = Kinds(Kind.of(a, -1), Kind.of(b, -2))
+    of_a = (a.data, a.scale) if isinstance(a, ScaledArray) else (a,)
+    arrays = (of_a[0], b.data, *of_a[1:], b.scale, *([] if bias is None else [bias]))
+    out: Array = scaled.bind(*arrays, choice=choice, epilogue=epilogue, kinds=kinds)
     return out
 
 
-def _own(a: Array, data: Array, scale: Array, *bias: Array, epilogue: Epilogue, kind: Kind) -> Array:
-    """Return the framework's own product of what b stands for."""
-    product = jnp.matmul(a, kind.of(data, scale).dequantize(), preferred_element_type=epilogue.preferred)
-    return epilogue.apply(product, bias[0] if bias else None)
+def _own(*arrays: Array, epilogue: Epilogue, kinds: Kinds) -> Array:
+    """Return the framework's own product of what the operands stand for."""
+    a, b, bias = kinds.operands(arrays)
+    decoded = (x.dequantize() if isinstance(x, ScaledArray) else x for x in (a, b))
+    return epilogue.apply(jnp.matmul(*decoded, preferred_element_type=epilogue.preferred), bias)
 
 
 @scaled.def_abstract_eval  # type: ignore[untyped-decorator]
-def _(*avals: Any, choice: Choice, epilogue: Epilogue, kind: Kind) -> Any:
-    return jax.make_jaxpr(partial(_own, epilogue=epilogue, kind=kind))(*avals).out_avals[0]
+def _(*avals: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Any:
+    return jax.make_jaxpr(partial(_own, epilogue=epilogue, kinds=kinds))(*avals).out_avals[0]
 
 
 @scaled.def_impl  # type: ignore[untyped-decorator]
-def _(*operands: Array, **params: Any) -> Array:
-    if spread.several_devices(*operands):
-        return jax.jit(partial(scaled.bind, **params))(*operands)
-    return _serve(*operands, **params)
+def _(*arrays: Array, **params: Any) -> Array:
+    if spread.several_devices(*arrays):
+        return jax.jit(partial(scaled.bind, **params))(*arrays)
+    return _serve(*arrays, **params)
 
 
-def _serve(a: Array, data: Array, scale: Array, *bias: Array, choice: Choice, epilogue: Epilogue, kind: Kind) -> Array:
-    b = kind.of(data, scale)
-    return serve(choice, a, b, bias[0] if bias else None, epilogue.activation, epilogue.out_dtype)
+def _serve(*arrays: Array, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Array:
+    a, b, bias = kinds.operands(arrays)
+    return serve(choice, a, b, bias, epilogue.activation, epilogue.out_dtype)
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
     """Return value and tangent; the tangent is the own product's."""
     moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
-    own = partial(_own, epilogue=params["epilogue"], kind=params["kind"])
+    own = partial(_own, epilogue=params["epilogue"], kinds=params["kinds"])
 
     def call(*changing: Array) -> Array:
         left = iter(changing)
@@ -87,44 +132,49 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tu
 ad.primitive_jvps[scaled] = _jvp
 
 
-def _batched(operands: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
+def _batched(arrays: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
     """Return one product where rows of a alone are mapped over; else what the plan for one of them does under vmap."""
     axes = [dim if isinstance(dim, int) else None for dim in dims]
-    a, data, scale, *bias = operands
+    a, *rest = arrays
     lone = axes[0] is not None and not any(axis is not None for axis in axes[1:])
-    if lone and a.ndim > 1 and all(x.ndim <= a.ndim - 1 for x in bias):
-        return scaled.bind(jnp.moveaxis(a, axes[0], 0), data, scale, *bias, **params), 0
-    return jax.vmap(here(partial(_serve, **params)), axes)(*operands), 0
+    kinds: Kinds = params["kinds"]
+    if lone and kinds.a.recipe is None and a.ndim > 1 and all(x.ndim < a.ndim for x in arrays[kinds.plain :]):
+        return scaled.bind(jnp.moveaxis(a, axes[0], 0), *rest, **params), 0
+    return jax.vmap(here(partial(_serve, **params)), axes)(*arrays), 0
 
 
 batching.primitive_batchers[scaled] = _batched
 
 
-def _lower(ctx: Any, *values: Any, choice: Choice, epilogue: Epilogue, kind: Kind) -> Any:
-    place, (a, data) = spread.place(ctx), ctx.avals_in[:2]
-    whole = partial(_own, epilogue=epilogue, kind=kind)
+def _lower(ctx: Any, *values: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Any:
+    place = spread.place(ctx)
+    whole = partial(_own, epilogue=epilogue, kinds=kinds)
     if place == spread.HERE:
-        whole = here(partial(_serve, choice=choice, epilogue=epilogue, kind=kind))
+        whole = here(partial(_serve, choice=choice, epilogue=epilogue, kinds=kinds))
     elif place == spread.SEVERAL:
-        out_dtype = epilogue.preferred or jnp.promote_types(a.dtype, kind.dtype).name
-        plain = Epilogue(None, out_dtype, epilogue.preferred, lambda product, bias: product)
-        part = here(partial(_serve, choice=choice, epilogue=plain, kind=kind))
+        product = _spread(ctx, choice, epilogue, kinds)
 
-        def own(a: Array, data: Array, scale: Array) -> Array:
-            return _own(a, data, scale, epilogue=plain, kind=kind)
-
-        numbers = (((a.ndim - 1,), (0,)), ((), ()))
-        extents = block_extents(2, kind.recipe, -2)
-        if spread.explicit((*ctx.avals_in, *ctx.avals_out)):
-            result = jax.make_jaxpr(own)(*ctx.avals_in[:3]).out_avals[0]
-            product = spread.mapped(part, numbers, ctx.avals_in[:2], result, extents)
-        else:
-            product = spread.partitioned(own, part, numbers, (a.ndim, data.ndim), extents)
-
-        def whole(*operands: Array) -> Array:
-            return epilogue.apply(product(*operands[:3]), operands[3] if len(operands) > 3 else None)
+        def whole(*arrays: Array) -> Array:
+            return epilogue.apply(product(*arrays[: kinds.plain]), kinds.operands(arrays)[2])
 
     return mlir.lower_fun(whole, multiple_results=False)(ctx, *values)
+
+
+def _spread(ctx: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Any:
+    """Return the product over a mesh, without bias and activation: those follow the sum of the parts."""
+    out_dtype = epilogue.preferred or kinds.out_dtype
+    plain = Epilogue(None, out_dtype, epilogue.preferred, lambda product, bias: product)
+    part = here(partial(_serve, choice=choice, epilogue=plain, kinds=kinds))
+
+    def own(*arrays: Array) -> Array:
+        return _own(*arrays, epilogue=plain, kinds=kinds)
+
+    a, b = ctx.avals_in[:2]
+    numbers, scales = (((a.ndim - 1,), (0,)), ((), ())), kinds.scales()
+    if spread.explicit((*ctx.avals_in, *ctx.avals_out)):
+        result = jax.make_jaxpr(own)(*ctx.avals_in[: kinds.plain]).out_avals[0]
+        return spread.mapped(part, numbers, (a, b), result, scales)
+    return spread.partitioned(own, part, numbers, (a.ndim, b.ndim), scales)
 
 
 mlir.register_lowering(scaled, _lower)

@@ -15,6 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 Array = Any
 HERE, SEVERAL, ELSEWHERE = "here", "several", "elsewhere"
 Spec = tuple[Any, ...]
+Scales = tuple[Sequence[int | None] | None, Sequence[int | None] | None]
+"""For each operand with scales, how many values along each of its axes share one (None: all of them)."""
 for _dtype in (np.float32, np.float64):
     jax.numpy.finfo(_dtype)  # XLA's threads flush subnormals, and NumPy warns of that where it first looks at a dtype
 
@@ -59,20 +61,20 @@ def partitioned(
     multiply: Callable[..., Array],
     dimension_numbers: Any,
     ranks: Sequence[int],
-    extents: Sequence[int | None] = (),
+    scales: Scales = (None, None),
 ) -> Callable[..., Array]:
     """Return the product of two arrays spread over a mesh, as jax.lax.dot_general spreads it.
 
     own: the framework's product, for the result's shape. multiply: the product of one device's parts. Where the
-    contracted dimensions are spread, the parts' products are summed over those axes of the mesh. extents: where scales
-    of b follow it, how many values along each of its axes share one (None: all).
+    contracted dimensions are spread, the parts' products are summed over those axes of the mesh. scales: of a and of b;
+    the scales themselves are the operands that follow.
     """
     of_a, of_b, of_out, contracted = _factors(dimension_numbers, ranks)
     x64 = bool(jax.config.jax_enable_x64)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
         specs = (of_a, operands[0].sharding.spec), (of_b, operands[1].sharding.spec)
-        axes, summed = _spread_out(mesh, specs, contracted, operands[1].shape, extents)
+        axes, summed = _spread_out(mesh, specs, contracted, [x.shape for x in operands], scales)
 
         def part(*parts: Array) -> Array:
             with jax.enable_x64(x64):
@@ -80,13 +82,14 @@ def partitioned(
                 return jax.lax.psum(out, summed) if summed else out
 
         spec_a, spec_b, spec_out = (_spec(factors, axes) for factors in (of_a, of_b, of_out))
-        given = (spec_a, spec_b, *_of_scales(spec_b, extents))
+        given = (spec_a, spec_b, *_of_scales((spec_a, spec_b), scales))
         shardings = [NamedSharding(mesh, spec) for spec in (*given, spec_out)]
         return mesh, part, shardings[-1], tuple(shardings[:-1])
 
     made = custom_partitioning(own)
-    of_scale = [f"s{i}" for i in range(len(extents))]  # as `part` needs them, whatever they are spread like
-    given = [of_a, of_b, of_scale] if extents else [of_a, of_b]
+    # Scales are spread as `part` needs them, whatever they were spread like.
+    of_scales = [[f"{side}{i}" for i in range(len(x))] for side, x in zip("st", scales, strict=True) if x is not None]
+    given = [of_a, of_b, *of_scales]
     rule = f"{', '.join(' '.join(factors) for factors in given)} -> {' '.join(of_out)}"
     made.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(contracted))
     called: Callable[..., Array] = made
@@ -104,18 +107,18 @@ def mapped(
     dimension_numbers: Any,
     avals: Sequence[Any],
     out: Any,
-    extents: Sequence[int | None] = (),
+    scales: Scales = (None, None),
 ) -> Callable[..., Array]:
     """Return the product of two arrays whose types say how they are spread, as a shard_map of `multiply`.
 
     avals: the operands' types; out: the result's. An axis of the mesh that both ask for differently is the first's.
-    extents: as in `partitioned`.
+    scales: as in `partitioned`.
     """
     of_a, of_b, of_out, contracted = _factors(dimension_numbers, [aval.ndim for aval in avals[:2]])
     specs = (of_a, avals[0].sharding.spec), (of_b, avals[1].sharding.spec)
-    axes, summed = _spread_out(out.sharding.mesh, specs, contracted, avals[1].shape, extents)
+    axes, summed = _spread_out(out.sharding.mesh, specs, contracted, [x.shape for x in avals], scales)
     spec_a, spec_b, spec_out = (_spec(factors, axes) for factors in (of_a, of_b, of_out))
-    given = (spec_a, spec_b, *_of_scales(spec_b, extents))
+    given = (spec_a, spec_b, *_of_scales((spec_a, spec_b), scales))
 
     def part(*parts: Array) -> Array:
         product = multiply(*parts)
@@ -131,28 +134,35 @@ def mapped(
 
 
 def _spread_out(
-    mesh: Any, specs: Sequence[tuple[list[str], Any]], contracted: list[str], shape: Any, extents: Sequence[int | None]
+    mesh: Any,
+    specs: Sequence[tuple[list[str], Any]],
+    contracted: list[str],
+    shapes: Sequence[tuple[int, ...]],
+    scales: Scales,
 ) -> tuple[dict[str, Spec], Spec]:
     """Return the axes of the mesh for each factor, and those that the parts' products are summed over.
 
-    shape: b's. A factor along which both operands are spread differently is not spread, nor one whose parts would
-    divide the values of one scale.
+    A factor along which both operands are spread differently is not spread, nor one whose parts would divide the values
+    of one scale.
     """
     whole = {factor for factor in contracted if not _alike(factor, *specs)}
     axes = _axes_of_factors(specs, whole)
-    for factor, size, extent in zip(specs[1][0], shape, extents, strict=False):
-        count = math.prod(mesh.shape[name] for name in axes.get(factor, ()))
-        if extent is not None and size % (count * extent) and count > 1:
-            whole.add(factor)
+    for (factors, _), shape, extents in zip(specs, shapes, scales, strict=False):
+        for factor, size, extent in zip(factors, shape, extents or (), strict=False):
+            count = math.prod(mesh.shape[name] for name in axes.get(factor, ()))
+            if extent is not None and size % (count * extent) and count > 1:
+                whole.add(factor)
     axes = _axes_of_factors(specs, whole)
     return axes, tuple(name for factor in contracted for name in axes.get(factor, ()))
 
 
-def _of_scales(spec: Any, extents: Sequence[int | None]) -> tuple[PartitionSpec, ...]:
-    """Return how the scales of b are spread, which is spread by `spec`; nothing where it has none."""
-    if not extents:
-        return ()
-    return (PartitionSpec(*(None if extent is None else axes for axes, extent in zip(spec, extents, strict=True))),)
+def _of_scales(specs: Sequence[Any], scales: Scales) -> list[PartitionSpec]:
+    """Return how the scales of operands are spread, which are spread by `specs`; none for one without scales."""
+    return [
+        PartitionSpec(*(None if extent is None else axes for axes, extent in zip(spec, extents, strict=True)))
+        for spec, extents in zip(specs, scales, strict=True)
+        if extents is not None
+    ]
 
 
 def _factors(dimension_numbers: Any, ranks: Sequence[int]) -> tuple[list[str], list[str], list[str], list[str]]:

@@ -153,18 +153,18 @@ class JaxRoom:
         """Return a product in the trace that is decided when that is lowered, or None.
 
         None where nothing is traced or lowering has come, and for what is decided while tracing: raw FP8, integers,
-        prepared operands, and ScaledArrays but for a matrix b. Weak types are the native product's.
+        prepared operands, and ScaledArrays where b is none, or no matrix. Weak types are the native product's.
         """
         if standing.lowering.get() or call.shapes is None or not any(isinstance(x, Tracer) for x in _leaves(call)):
             return None
-        quantized = isinstance(call.b, ScaledArray) and call.b.ndim == 2
-        if not (call.plain or (quantized and not isinstance(call.a, ScaledArray | PreparedOperand))):
+        quantized = by_scaled.serves(call.a, call.b)
+        if not call.plain and (not quantized or isinstance(call.a, PreparedOperand)):
             return None
-        arrays = [call.a, *([] if quantized else [call.b]), *([] if call.bias is None else [call.bias])]
+        arrays = [x for x in call.operands if not isinstance(x, ScaledArray)]
         if any(x.aval.weak_type or self.dtype_name(x) not in _FLOATS for x in arrays):
             return None
         choice = standing.Choice(options.policy, options.backend, options.scope)
-        own = self.promote(self.dtype_name(call.a), call.b.dtype if quantized else self.dtype_name(call.b))
+        own = self.promote(*(x.dtype if isinstance(x, ScaledArray) else self.dtype_name(x) for x in (call.a, call.b)))
         assert own is not None
         out_dtype = own if call.out_dtype is None else self.name_of_dtype(call.out_dtype)
         preferred = _preferred(self, own, out_dtype)

@@ -13,6 +13,7 @@ import equinox
 import jax
 
 import dispatch
+from dispatch.integrations.jax import DelayedScaling
 
 Array = Any
 _Tree = TypeVar("_Tree")
@@ -52,6 +53,34 @@ class Linear(equinox.nn.Linear):  # type: ignore[misc]
         choice = room.choice(self.policy, self.backend, self.scope)
         out = room.dot_general(x, self.weight, (((0,), (1,)), ((), ())), choice)
         return out if self.bias is None else out + self.bias
+
+
+class DelayedLinear(equinox.Module):  # type: ignore[misc]
+    """equinox.nn.Linear with delayed scaling: called with rows and the model's state, it returns rows and state.
+
+    Made of a Linear, whose arrays it keeps: `model, state = equinox.nn.make_with_state(Model)(...)` as for every layer
+    with state. Not for use under vmap: rows are one product as they are.
+    """
+
+    linear: equinox.nn.Linear
+    scaling: DelayedScaling = equinox.field(static=True)
+    scope: str | None = equinox.field(static=True)
+    of_x: equinox.nn.StateIndex
+    of_weight: equinox.nn.StateIndex
+
+    def __init__(
+        self, linear: equinox.nn.Linear, scaling: DelayedScaling | None = None, scope: str | None = None
+    ) -> None:
+        self.linear, self.scaling, self.scope = linear, scaling or DelayedScaling(), scope
+        self.of_x, self.of_weight = (equinox.nn.StateIndex(self.scaling.start()) for _ in range(2))
+
+    def __call__(self, x: Array, state: equinox.nn.State) -> tuple[Array, equinox.nn.State]:
+        """Return x @ weight.T + bias, and the state after it; x: (..., in_features)."""
+        numbers = (((x.ndim - 1,), (1,)), ((), ()))
+        kept = state.get(self.of_x), state.get(self.of_weight)
+        out, of_x, of_weight = self.scaling.dot_general(x, self.linear.weight, numbers, *kept, scope=self.scope)
+        out = out if self.linear.bias is None else out + self.linear.bias
+        return out, state.set(self.of_x, of_x).set(self.of_weight, of_weight)
 
 
 def convert(

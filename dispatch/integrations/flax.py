@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 import dispatch
+from dispatch.integrations.jax import DelayedScaling
 
 Array = Any
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -69,18 +70,87 @@ class LinenDotGeneral(linen.Module):  # type: ignore[misc]
         return DotGeneral(scope, self.policy, self.backend)(*operands, **options)
 
 
+class LinenDelayedDotGeneral(linen.Module):  # type: ignore[misc]
+    """A LinenDotGeneral with delayed scaling; its state is in the collection `delayed_scaling`, an Amax an operand.
+
+    The state moves where the collection is mutable, `apply(variables, x, mutable=["delayed_scaling"])`, and not in
+    `init`. scaling: set by functools.partial. For layers whose products have no batch dimensions.
+    """
+
+    scaling: DelayedScaling = DelayedScaling()
+
+    @linen.compact  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> Array:
+        """Return the product of both operands quantized. precision: as XLA likes."""
+        kept = [self.variable("delayed_scaling", name, self.scaling.start) for name in ("lhs", "rhs")]
+        out, *after = self.scaling.dot_general(
+            *(lhs, rhs, dimension_numbers, kept[0].value, kept[1].value),
+            scope=".".join(self.path[:-1]) or None,
+            out_dtype=preferred_element_type,
+        )
+        if self.is_mutable_collection("delayed_scaling") and not self.is_initializing():
+            for variable, amax in zip(kept, after, strict=True):
+                variable.value = amax
+        return out
+
+
+class DelayedState(nnx.Variable):  # type: ignore[misc]
+    """The Amax of one operand in an nnx model."""
+
+
+class DelayedDotGeneral(nnx.Module):  # type: ignore[misc]
+    """A DotGeneral with delayed scaling, whose state is two variables of kind DelayedState."""
+
+    def __init__(self, scaling: DelayedScaling, scope: str | None = None) -> None:
+        self.scaling, self.scope = scaling, scope
+        self.lhs, self.rhs = DelayedState(scaling.start()), DelayedState(scaling.start())
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **options: Any,
+    ) -> Array:
+        """Return the product of both operands quantized; the state moves. precision, options: as XLA likes."""
+        kept = self.lhs.get_value(), self.rhs.get_value()
+        out, *after = self.scaling.dot_general(
+            lhs, rhs, dimension_numbers, *kept, scope=self.scope, out_dtype=preferred_element_type
+        )
+        self.lhs.set_value(after[0])
+        self.rhs.set_value(after[1])
+        return out
+
+
 def convert(
-    model: _Model, *, scope: str = "", policy: dispatch.Policy | str | None = None, backend: str | None = None
+    model: _Model,
+    *,
+    scope: str = "",
+    policy: dispatch.Policy | str | None = None,
+    backend: str | None = None,
+    delayed: DelayedScaling | None = None,
 ) -> _Model:
     """Return an nnx model, changed in place: the products of its Linear, LinearGeneral and Einsum are dispatched.
 
     Attention's projections are LinearGeneral, and among them. scope: put before each layer's path. policy, backend: as
-    in DotGeneral. A layer that was given another dot_general than JAX's keeps it.
+    in DotGeneral. delayed: Linear and LinearGeneral without batch axes get delayed scaling, with its own policy and
+    backend. A layer that was given another dot_general than JAX's keeps it.
     """
-    for path, layer in nnx.iter_modules(model):
-        product = DotGeneral(".".join(filter(None, [scope, *map(str, path)])) or None, policy, backend)
+    for path, layer in list(nnx.iter_modules(model)):
+        name = ".".join(filter(None, [scope, *map(str, path)])) or None
+        product = DotGeneral(name, policy, backend)
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral) and _is_own(layer.dot_general):
-            layer.dot_general = product
+            plain = delayed is None or getattr(layer, "batch_axis", None)
+            layer.dot_general = product if plain else nnx.data(DelayedDotGeneral(delayed, name))
         elif isinstance(layer, nnx.Einsum) and layer.einsum_op in (jnp.einsum, None):
             layer.einsum_op = product.einsum
     return model

@@ -303,3 +303,13 @@ def test_a_weight_quantized_once_on_a_mesh_with_explicit_sharding(rough: Rough) 
         found = jax.jit(dispatch.matmul)(x, q)
         close(found, biased(x, q.dequantize("float32")))
     assert rough.sizes() == {(8, 6, 32)}
+
+
+def test_two_scaled_operands_on_a_mesh(rough: Rough) -> None:
+    mesh = mesh_of(AUTO)
+    x = dispatch.quantize(put(array((16, 32), 0), mesh, "x", "y"), "e4m3:row")
+    w = dispatch.quantize(put(array((32, 24), 1), mesh, "y", None), "e4m3:row", axis=-2)
+    own = (x.dequantize("float32"), w.dequantize("float32"))
+    close(jax.jit(dispatch.matmul)(x, w), jax.jit(biased)(*own))
+    assert rough.sizes() == {(8, 24, 8)}
+    assert collectives(dispatch.matmul, x, w) == collectives(jnp.matmul, *own)

@@ -417,3 +417,68 @@ def test_layers_of_one_shape_are_measured_once(rough: Rough) -> None:
     for i in range(2):
         dispatch.matmul(a, b, scope=f"layers.{i}")
     assert dispatch.stats()["measured"] == before + 3
+
+
+@pytest.mark.parametrize("traced", ["random", "calibrated"])
+def test_error_under_tracing_counts_as_the_policy_says(traced: str) -> None:
+    """Under `calibrated` what rounds serves a jitted program only after dispatch.calibrate saw real batches."""
+    a, b = (jnp.asarray(np.random.default_rng(seed).normal(size=(19, 19)), "float32") for seed in (0, 1))
+
+    def model(x: Any) -> Any:
+        return jnp.sin(dispatch.matmul(jnp.cos(dispatch.matmul(x, b, scope="up")), b, scope="down"))
+
+    wanted = {"random": biased, "calibrated": jnp.matmul}[traced]
+    with winning(error={"traced": traced}) as backend:
+        close(jax.jit(model)(a), jnp.sin(wanted(jnp.cos(wanted(a, b)), b)))
+        assert bool(backend.problems) == (traced == "random")
+        decisions = dispatch.calibrate(jax.jit(model), a, a + 1)
+        assert len(decisions) == 2
+        assert {x.measurement.error_data for x in decisions} == {"calibration"}
+        close(jax.jit(lambda x: model(x) + 0)(a), jnp.sin(biased(jnp.cos(biased(a, b)), b)))
+
+
+@pytest.mark.parametrize(("recipes", "chosen"), [((None,), True), (("e4m3:row",), False)])
+def test_a_small_gain_counts_under_jit_where_nothing_is_lost(recipes: tuple[Any, ...], chosen: bool) -> None:
+    """1.2 times as fast is above min_speedup_lossless (1.05), and below min_speedup (1.5)."""
+    a, b, seen = array((23, 4), 0), array((4, 5), 1), []
+
+    def product(*operands: Any) -> Any:
+        seen.append(operands)
+        return jnp.matmul(*operands)
+
+    policy = dispatch.use_policy(recipes={"inputs": ["float32"]})
+    backend = FakeBackend("small", product, recipes=recipes)
+    with registered(backend), fake_timings({"small": 10.0, "baseline": 12.0}), policy:
+        found = jax.jit(jax.value_and_grad(lambda *x: dispatch.matmul(*x).sum(), (0, 1)))(a, b)
+        kept = [d for d in dispatch.stored() if d.problem.m == 23 and d.problem.op == "matmul"]
+    close(found, jax.value_and_grad(lambda *x: jnp.matmul(*x).sum(), (0, 1))(a, b))
+    assert {d.backend == "small" for d in kept} == {chosen}
+    assert seen  # measured in either case
+
+
+def test_the_jaxpr_is_the_own_one_but_for_the_name() -> None:
+    a, up, down = array((2, 6, 4), 0), array((4, 8), 1), array((8, 4), 2)
+
+    def trained(product: Any) -> Any:
+        return jax.grad(lambda *x: jnp.sin(product(jax.nn.silu(product(x[0], x[1])), x[2])).sum(), (0, 1, 2))
+
+    def counted(product: Any) -> dict[str, int]:
+        names = primitives(trained(product), a, up, down)
+        return {name: names.count(name) for name in set(names)}
+
+    ours, own = counted(dispatch.matmul), counted(jnp.matmul)
+    assert ours.pop("dispatch_dot_general") == own.pop("dot_general") == 6
+    assert "dot_general" not in ours
+    # A name for jax.checkpoint, and the transposition that lays a weight's gradient out as the weight.
+    assert {name for name in ours if ours[name] != own.get(name, 0)} <= {"name", "transpose"}
+
+
+def test_native_gradients_compile_to_the_own_products() -> None:
+    a, b = array((6, 4), 0), array((4, 5), 1)
+
+    def compiled(product: Any) -> list[str]:
+        text = jax.jit(jax.grad(lambda *x: jnp.sin(product(*x)).sum(), (0, 1))).lower(a, b).compile().as_text()
+        return [line.split("=")[1].split()[1].partition("(")[0] for line in text.splitlines() if " dot(" in line]
+
+    with dispatch.use_policy("native"):
+        assert compiled(dispatch.matmul) == compiled(jnp.matmul) == ["dot"] * 3

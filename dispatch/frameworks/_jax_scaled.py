@@ -5,7 +5,7 @@ So a weight is quantized once, and passed to a jitted function, or a shard_map, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -135,11 +135,10 @@ ad.primitive_jvps[scaled] = _jvp
 def _batched(arrays: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
     """Return one product where rows of a alone are mapped over; else what the plan for one of them does under vmap."""
     axes = [dim if isinstance(dim, int) else None for dim in dims]
-    a, *rest = arrays
-    lone = axes[0] is not None and not any(axis is not None for axis in axes[1:])
-    kinds: Kinds = params["kinds"]
-    if lone and kinds.a.recipe is None and a.ndim > 1 and all(x.ndim < a.ndim for x in arrays[kinds.plain :]):
-        return scaled.bind(jnp.moveaxis(a, axes[0], 0), *rest, **params), 0
+    (a, *rest), rows, kinds = arrays, axes[0], params["kinds"]
+    lone = kinds.a.recipe is None and not any(axis is not None for axis in axes[1:])
+    if rows is not None and lone and a.ndim > 1 and all(x.ndim < a.ndim for x in arrays[kinds.plain :]):
+        return scaled.bind(jnp.moveaxis(a, rows, 0), *rest, **params), 0
     return jax.vmap(here(partial(_serve, **params)), axes)(*arrays), 0
 
 
@@ -148,16 +147,22 @@ batching.primitive_batchers[scaled] = _batched
 
 def _lower(ctx: Any, *values: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Any:
     place = spread.place(ctx)
-    whole = partial(_own, epilogue=epilogue, kinds=kinds)
     if place == spread.HERE:
         whole = here(partial(_serve, choice=choice, epilogue=epilogue, kinds=kinds))
     elif place == spread.SEVERAL:
-        product = _spread(ctx, choice, epilogue, kinds)
-
-        def whole(*arrays: Array) -> Array:
-            return epilogue.apply(product(*arrays[: kinds.plain]), kinds.operands(arrays)[2])
-
+        whole = _followed(_spread(ctx, choice, epilogue, kinds), epilogue, kinds)
+    else:
+        whole = partial(_own, epilogue=epilogue, kinds=kinds)
     return mlir.lower_fun(whole, multiple_results=False)(ctx, *values)
+
+
+def _followed(product: Callable[..., Array], epilogue: Epilogue, kinds: Kinds) -> Callable[..., Array]:
+    """Return a product without epilogue, called with a bias too, and the epilogue after it."""
+
+    def whole(*arrays: Array) -> Array:
+        return epilogue.apply(product(*arrays[: kinds.plain]), kinds.operands(arrays)[2])
+
+    return whole
 
 
 def _spread(ctx: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Any:

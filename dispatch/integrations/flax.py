@@ -149,8 +149,10 @@ def convert(
         name = ".".join(filter(None, [scope, *map(str, path)])) or None
         product = DotGeneral(name, policy, backend)
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral) and _is_own(layer.dot_general):
-            plain = delayed is None or getattr(layer, "batch_axis", None)
-            layer.dot_general = product if plain else nnx.data(DelayedDotGeneral(delayed, name))
+            if delayed is None or getattr(layer, "batch_axis", None):
+                layer.dot_general = product
+            else:
+                layer.dot_general = nnx.data(DelayedDotGeneral(delayed, name))
         elif isinstance(layer, nnx.Einsum) and layer.einsum_op in (jnp.einsum, None):
             layer.einsum_op = product.einsum
     return model

@@ -135,7 +135,7 @@ def _product(pair: RecipePair, options: dict[str, Any]) -> Callable[..., Array]:
     def operands(a: Array, b: Array, scale_a: Array, scale_b: Array) -> tuple[ScaledArray, ScaledArray]:
         return quantized(a, scale_a, pair.a, -1), quantized(b, scale_b, pair.b, -2)
 
-    @jax.custom_jvp
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
     def product(*given: Array) -> Array:
         return dispatch.matmul(*operands(*given), **options)
 

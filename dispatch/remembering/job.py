@@ -72,9 +72,9 @@ def current() -> Job | None:
     torch = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized() and torch.get_world_size() > 1:
         return TorchJob(torch.distributed_c10d._get_default_store())
-    jax = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-    if getattr(jax, "client", None) is not None and (jax.num_processes or 1) > 1:
-        return JaxJob(jax.client)
+    state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    if getattr(state, "client", None) is not None and (state.num_processes or 1) > 1:
+        return JaxJob(state.client)
     return None
 
 

@@ -38,7 +38,7 @@ class Decision:
 
     candidate: what serves. reason: one line with figures. candidates: a Verdict each, the chosen one first.
     baseline: the framework's own matmul's measurement, None where nothing had to be measured. policy: its name.
-    source: `measured` now, from the `store`, `locked`, or `unmeasured`. settled: False where noise left a gate open,
+    source: `measured` now, from the `store` or the `job`, or `unmeasured`. settled: False where noise left a gate open,
     so that the decision serves but is not stored.
     """
 

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from dispatch._recipe import ScalingRecipe
 from dispatch.frameworks import _jax_sharding as spread
 from dispatch.frameworks._jax_product import Choice, Epilogue, here, serve
-from dispatch.quantization import ScaledArray
+from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.quantization._blocks import block_extents
 
 Array = Any
@@ -78,8 +78,9 @@ scaled = Primitive("dispatch_scaled_matmul")
 
 def serves(a: Any, b: Any) -> bool:
     """Return whether a product is one of these: a ScaledArray b (k, n), by an array, or by a ScaledArray (m, k)."""
-    of_a = not isinstance(a, ScaledArray) or a.ndim == 2
-    return of_a and isinstance(b, ScaledArray) and b.ndim == 2
+    if not isinstance(b, ScaledArray) or b.ndim != 2 or isinstance(a, PreparedOperand):
+        return False
+    return not isinstance(a, ScaledArray) or a.ndim == 2
 
 
 def matmul(a: Any, b: ScaledArray, bias: Array | None, choice: Choice, epilogue: Epilogue) -> Array:

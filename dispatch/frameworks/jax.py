@@ -27,7 +27,7 @@ from dispatch.frameworks._thread import in_a_thread
 from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.request import Request
 from dispatch.policies.policy import Policy, current_policy, load_policy
-from dispatch.quantization import PreparedOperand, ScaledArray
+from dispatch.quantization import ScaledArray
 
 Array = Any
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -155,21 +155,22 @@ class JaxRoom:
         None where nothing is traced or lowering has come, and for what is decided while tracing: raw FP8, integers,
         prepared operands, and ScaledArrays where b is none, or no matrix. Weak types are the native product's.
         """
-        if standing.lowering.get() or call.shapes is None or not any(isinstance(x, Tracer) for x in _leaves(call)):
-            return None
         quantized = by_scaled.serves(call.a, call.b)
-        if not call.plain and (not quantized or isinstance(call.a, PreparedOperand)):
+        if standing.lowering.get() or call.shapes is None or not (call.plain or quantized):
             return None
-        arrays = [x for x in call.operands if not isinstance(x, ScaledArray)]
-        if any(x.aval.weak_type or self.dtype_name(x) not in _FLOATS for x in arrays):
+        plain = [x for x in call.operands if not isinstance(x, ScaledArray)]
+        scaled = [x for x in (call.a, call.b) if isinstance(x, ScaledArray)]
+        if not any(isinstance(x, Tracer) for x in (*plain, *(y for x in scaled for y in (x.data, x.scale)))):
+            return None
+        if any(x.aval.weak_type or self.dtype_name(x) not in _FLOATS for x in plain):
             return None
         choice = standing.Choice(options.policy, options.backend, options.scope)
         own = self.promote(*(x.dtype if isinstance(x, ScaledArray) else self.dtype_name(x) for x in (call.a, call.b)))
         assert own is not None
         out_dtype = own if call.out_dtype is None else self.name_of_dtype(call.out_dtype)
         preferred = _preferred(self, own, out_dtype)
-        plain = out_dtype in (own, preferred) and call.bias is None and call.activation is None
-        apply = _same if plain else partial(_epilogue, call.activation, out_dtype)
+        unfused = out_dtype in (own, preferred) and call.bias is None and call.activation is None
+        apply = _same if unfused else partial(_epilogue, call.activation, out_dtype)
         epilogue = standing.Epilogue(call.activation, out_dtype, preferred, apply)
         multiply = by_scaled.matmul if quantized else standing.matmul
         return multiply(call.a, call.b, call.bias, choice, epilogue)
@@ -304,12 +305,6 @@ def _preferred(room: JaxRoom, own: str | None, out_dtype: str) -> str | None:
     whole = own is not None and jnp.issubdtype(own, jnp.integer) and own != out_dtype
     whole = whole and jnp.promote_types(own, out_dtype).name == out_dtype
     return out_dtype if wider or whole else None
-
-
-def _leaves(call: Request) -> list[Any]:
-    """Return every array of a call, data and scales of a ScaledArray."""
-    leaves: list[Any] = jax.tree.leaves(call.operands)
-    return leaves
 
 
 def _stage() -> str:

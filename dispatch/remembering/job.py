@@ -88,10 +88,6 @@ class Agreement:
         self._job, self._wait_s = job, wait_s
         self.lost: str | None = None
 
-    def apart(self) -> bool:
-        """Return whether there is a job whose other processes cannot be asked."""
-        return self.lost is not None and self._job() is not None
-
     def get(self, key: str) -> str | None:
         """Return the text under a key, or None where nobody wrote one or nobody can be asked."""
         return self._asked(lambda job: job.get(PREFIX + key), None)

@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 
 from dispatch.integrations.flax import DotGeneral, LinenDotGeneral, convert  # noqa: E402
+from dispatch.integrations.jax import DelayedScaling  # noqa: E402
 
 jnp = jax.numpy
 FACTOR = 1.015625
@@ -213,6 +214,32 @@ def test_nnx_traces_once_a_model(rough: Rough) -> None:
     assert losses[-1] < losses[0]
     assert len(traces) == 1
     assert {x.op for x in rough.problems} == {"matmul", "dgrad", "wgrad"}
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, optax.MultiSteps(ADAM, 2)], ids=["adam", "accumulated"])
+def test_nnx_trains_as_without(optimizer: Any) -> None:
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda m: jnp.square(m(x) - 1).mean())(model))
+
+    models = Model(nnx.Rngs(0)), convert(Model(nnx.Rngs(0)))
+    with dispatch.use_policy(tuning={"mode": "off"}):
+        for model in models:
+            state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+            for number in range(4):
+                step(model, state, batch(number))
+    close(nnx.state(models[1], nnx.Param), nnx.state(models[0], nnx.Param))
+
+
+def test_a_checkpoint_of_delayed_scaling(tmp_path: Path) -> None:
+    layer, other = (convert(nnx.Linear(8, 4, rngs=nnx.Rngs(seed)), delayed=DelayedScaling(4)) for seed in (0, 1))
+    layer(batch()[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(layer))
+        checkpointer.wait_until_finished()
+        nnx.update(other, checkpointer.restore(tmp_path / "state", nnx.state(other)))
+    close(nnx.state(other), nnx.state(layer))
+    assert float(other.dot_general.lhs.get_value().history[0]) == float(jnp.abs(batch()[0]).max())
 
 
 def test_a_checkpoint_of_the_one_is_the_others(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dispatch
-from dispatch.remembering.decisions import Decisions
+from dispatch.remembering.decisions import Decisions, keys_of
 from dispatch.remembering.job import PREFIX, Agreement
 from dispatch.remembering.store import DecisionStore
 from dispatch.testing import FakeBackend, fake_timings, registered
@@ -134,6 +135,16 @@ def test_outside_of_a_job_nobody_is_asked(decided, tmp_path) -> None:
     ours = decisions(tmp_path / "a.sqlite", None)
     assert ours.agree("key", fast, [fast.candidate], lasting=True) == fast
     assert ours.find("key") == fast
+
+
+def test_devices_of_one_name_share_decisions() -> None:
+    """Which GPU holds the operands is no matter; what kind it is stands among the circumstances."""
+    operand = dispatch.Operand("bfloat16")
+    first = dispatch.Problem(512, 8, 8, operand, operand, "bfloat16", "jax", "sm90", "cuda:0")
+    second, both = replace(first, device="cuda:1"), replace(first, device="cuda:0,cuda:1")
+    assert keys_of(first, [], {"versions": "A"}) == keys_of(second, [], {"versions": "A"})
+    assert keys_of(first, [], {"versions": "A"}) != keys_of(second, [], {"versions": "B"})
+    assert keys_of(first, [], {}) != keys_of(both, [], {})
 
 
 WORK = """

@@ -1,16 +1,6 @@
 """Matrix products by the fastest route that is accurate enough, and the reason why."""
 
-from dispatch._api import (
-    backends,
-    clear_store,
-    explain,
-    forget,
-    matmul,
-    register,
-    stats,
-    stored,
-    unregister,
-)
+from dispatch._api import backends, clear_store, explain, forget, matmul, register, stats, stored, unregister
 from dispatch._backend import Backend, Capability, Plan, Rejection, closest
 from dispatch._decision import Decision, Verdict, decide
 from dispatch._errors import MixedArraysError, NoBackendError, NotLockedError, UnsupportedDtypeError
@@ -22,6 +12,7 @@ from dispatch.frameworks import framework, framework_of, installed, machine
 from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.operands import native
 from dispatch.measuring.calibration import calibrate
+from dispatch.measuring.watch import Watch, watch
 from dispatch.policies.policy import Policy, PolicyError, current_policy, load_policy, use_policy
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 from dispatch.registry import BackendInfo, PluginWarning, hookimpl
@@ -59,6 +50,7 @@ __all__ = [
     "StoreWarning",
     "UnsupportedDtypeError",
     "Verdict",
+    "Watch",
     "__version__",
     "backends",
     "calibrate",
@@ -84,4 +76,5 @@ __all__ = [
     "table_rows",
     "unregister",
     "use_policy",
+    "watch",
 ]

@@ -239,7 +239,8 @@ class Engine:
         own = native(problem)
         if candidate == BASELINE or problem.empty:
             return own if call.plain else undressing(own)
-        plan, forms = self._plan(problem, candidate)
+        policy, scope = self._policy(problem, options), options.scope
+        plan, forms, watch = self.guard.planned(lambda: self._plan(problem, candidate), decision, policy, scope)
         alone = call.plain and plan is own
         if alone and "differentiated" not in problem.modes:
             return own  # the framework's own function, with nothing around it
@@ -248,8 +249,7 @@ class Engine:
         serving = call.room.adapt(plan, None if call.plain else forms, problem, dressed, product)
         if alone:  # any shape will do
             return serving
-        policy = self._policy(problem, options)
-        serving = self.guard.watching(serving, dressed, call.room, decision, policy, options.scope)
+        serving = self.guard.watching(serving, dressed, call.room, decision, policy, scope, watch)
         assert call.shapes is not None
         shape_a, shape_b = (tuple(array_of(x).shape) for x in (call.a, call.b))
         return reshaping(serving, shape_a, shape_b, call.shapes, call.room.xp)

@@ -22,9 +22,14 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
+    SAMPLE,
     SHIFT,
     Launch,
+    add_column_sums,
+    add_row_sums,
+    counted,
     encode,
+    launch_of,
     magnitude,
     scales_of,
     store_scale,
@@ -33,41 +38,8 @@ from dispatch.kernels.triton_quantize_common import (
 
 ROW_LIMIT = 16384
 """Columns up to which a row is kept in registers; longer ones are read twice, the second time from L2."""
-SAMPLE = tl.constexpr(16)
-"""Of so many neighbouring rows the guard's sums are taken of one."""
 TENSOR_PARTIALS = 512
 """Float32 values of workspace that `quantize_tensor` needs."""
-
-
-def sampled_groups(rows: int) -> int:
-    """Return how many rows the guard's sums are taken of: one of every 16, and one of what is left."""
-    return -(-rows // int(SAMPLE.value))
-
-
-@triton.jit
-def sampled_row(offset, first, rows):
-    """Return which row of the group of `first` the guard's sums are taken of: the offset-th, or the last there is."""
-    return tl.minimum(first // SAMPLE * SAMPLE + (tl.load(offset) % SAMPLE + SAMPLE) % SAMPLE, rows - 1)
-
-
-@triton.jit
-def store_error_sums(x, out, sums, row, rows, cols, stride, inverse, block: tl.constexpr):
-    """Store the sums of the squares of a row's finite values and of their rounding errors, in units of its scale.
-
-    The row is read and cast again, piece by piece: what all programs need registers for is then not more than without.
-    """
-    offsets = tl.arange(0, block)
-    square_sum = tl.zeros((block,), tl.float32)
-    error_sum = tl.zeros((block,), tl.float32)
-    for start in range(0, cols, block):
-        value = tl.load(x + row * stride + start + offsets, mask=start + offsets < cols, other=0.0).to(tl.float32)
-        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
-        error = value * inverse - encode(value, inverse, out).to(tl.float32)
-        square_sum += value * inverse * (value * inverse)
-        error_sum += error * error
-    place = sums + row // SAMPLE
-    tl.store(place, tl.sum(square_sum, 0))
-    tl.store(place + tl.cdiv(rows, SAMPLE), tl.sum(error_sum, 0))
 
 
 @triton.jit
@@ -76,8 +48,9 @@ def quantize_row_tile(
     out,
     scale,
     sums,
-    offset,
+    trip,
     tile,
+    programs,
     rows,
     cols,
     stride,
@@ -86,25 +59,25 @@ def quantize_row_tile(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Quantize `block_rows` rows, each whole in registers. Sizes are not shifted."""
+    """Quantize `block_rows` rows, each whole in registers; programs: how many do. Sizes are not shifted."""
     first = tile.to(tl.int64) * block_rows
     row = first + tl.arange(0, block_rows)
     col = tl.arange(0, block_cols)
-    if sums is not None:  # block_rows divides SAMPLE
-        chosen = sampled_row(offset, first, rows)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     source = x + row[:, None] * stride + col[None, :]
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if sums is not None:
+        count = counted(sums)
     amax = tl.max(magnitude(value), 1)
     row_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None], out)
     written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
     tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
     store_scale(scale + row, row_scale, row < out_rows)
-    if sums is not None:  # noqa: SIM102 - known when compiling, the other is not
-        if (chosen >= first) & (chosen < first + block_rows):
-            its_inverse = tl.sum(tl.where(row == chosen, inverse, 0.0), 0)
-            store_error_sums(x, out, sums, chosen, rows, cols, stride, its_inverse, 2048)
+    if sums is not None:
+        now = launch_of(sums, trip, count, programs, out_rows)
+        if tile % SAMPLE == now % SAMPLE:
+            add_row_sums(x, out, sums, now, tile, 0, cols, rows, cols, stride, out_rows, inverse, block_rows)
 
 
 @triton.jit
@@ -113,7 +86,7 @@ def quantize_rows_kernel(
     out,
     scale,
     sums,
-    offset,
+    trip,
     rows,
     cols,
     stride,
@@ -126,8 +99,10 @@ def quantize_rows_kernel(
     """Quantize `block_rows` rows a program: one read, one write."""
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    tile = tl.program_id(0)
-    quantize_row_tile(x, out, scale, sums, offset, tile, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
+    tile, programs = tl.program_id(0), tl.num_programs(0)
+    quantize_row_tile(
+        x, out, scale, sums, trip, tile, programs, rows, cols, stride, out_rows, out_cols, block_rows, block_cols
+    )
 
 
 @triton.jit
@@ -136,7 +111,7 @@ def quantize_long_rows_kernel(
     out,
     scale,
     sums,
-    offset,
+    trip,
     rows,
     cols,
     stride,
@@ -147,10 +122,12 @@ def quantize_long_rows_kernel(
 ):
     """Quantize one row in two loops; the second read of it comes from L2."""
     wait_for_predecessor(dependent)
-    rows, cols, out_cols = rows - SHIFT, cols - SHIFT, out_cols - SHIFT
+    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, block_cols)
     source = x + row * stride
+    if sums is not None:
+        count = counted(sums)
     largest = tl.zeros((block_cols,), tl.float32)
     for start in range(0, cols, block_cols):
         inside = (start + offsets < cols) & (row < rows)
@@ -165,9 +142,10 @@ def quantize_long_rows_kernel(
         tl.store(out + row * out_cols + start + offsets, encoded, mask=start + offsets < out_cols)
     one = tl.arange(0, 1)
     store_scale(scale + row + one, row_scale, one == 0)
-    if sums is not None:  # noqa: SIM102 - known when compiling, the other is not
-        if sampled_row(offset, row, rows) == row:
-            store_error_sums(x, out, sums, row, rows, cols, stride, tl.sum(inverse, 0), block_cols)
+    if sums is not None:
+        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        if tl.program_id(0) % SAMPLE == now % SAMPLE:
+            add_row_sums(x, out, sums, now, tl.program_id(0), 0, cols, rows, cols, stride, out_rows, inverse, 1)
 
 
 @triton.jit
@@ -202,6 +180,8 @@ def scale_tensor_kernel(
     partial,
     out,
     scale,
+    sums,
+    trip,
     rows,
     cols,
     stride,
@@ -224,6 +204,8 @@ def scale_tensor_kernel(
     row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
     amax = tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True)
+    if sums is not None:
+        count = counted(sums)
     whole_scale, inverse = scales_of(amax, out, scale)
     if tl.program_id(0) == 0:
         one = tl.arange(0, 1)
@@ -237,10 +219,22 @@ def scale_tensor_kernel(
     else:
         written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
         tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
+    if sums is not None:  # tiles of whole rows of the output
+        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        if transposed:
+            tile, first = tile % col_tiles, tile // col_tiles * block_rows
+            if tile % SAMPLE == now % SAMPLE:
+                end = first + block_rows
+                add_column_sums(x, out, sums, now, tile, first, end, rows, cols, stride, out_rows, inverse, block_cols)
+        else:
+            tile, first = tile // col_tiles, tile % col_tiles * block_cols
+            if tile % SAMPLE == now % SAMPLE:
+                end = first + block_cols
+                add_row_sums(x, out, sums, now, tile, first, end, rows, cols, stride, out_rows, inverse, block_rows)
 
 
 def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int]) -> Launch:
-    """Return the launch of `quantize_rows`; its pointers are x, out, scale, sums and offset."""
+    """Return the launch of `quantize_rows`; its pointers are x, out, scale, sums and trip."""
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride, out_rows + shift, out_cols + shift)
@@ -254,23 +248,21 @@ def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int])
     return Launch(quantize_rows_kernel, (triton.cdiv(out_rows, block_rows), 1, 1), sizes, options)
 
 
-def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, offset: Any | None = None) -> None:
+def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, trip: Any | None = None) -> None:
     """Quantize x (rows, cols), inner stride 1, with one scale a row.
 
     out: (>= rows, >= cols) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out.
 
-    sums: None, or float32 (2, `sampled_groups(rows)`), contiguous, for the guard: of one row of each 16, the sums of
-    the squares of its finite values and of their rounding errors, both in units of the row's scale. offset: then one
-    int32 on the device, which of the 16, read by the kernel modulo 16; advancing it between launches is the caller's.
+    sums, trip: None, or what `triton_quantize_common.launch_of` says, for the guard.
     """
     launch = rows_launch((x.shape[0], x.shape[1]), x.stride(0), (out.shape[0], out.shape[1]))
-    launch.run(x, out, scale, sums, offset)
+    launch.run(x, out, scale, sums, trip)
 
 
 def tensor_launches(
     shape: tuple[int, int], stride: int, out_shape: tuple[int, int], *, transposed: bool = False
 ) -> tuple[Launch, Launch]:
-    """Return the two launches of `quantize_tensor`; their pointers are x, partial and x, partial, out, scale."""
+    """Return the two launches of `quantize_tensor`; their pointers: x, partial; x, partial, out, scale, sums, trip."""
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride)
@@ -293,13 +285,22 @@ def tensor_launches(
     return amax, cast
 
 
-def quantize_tensor(x: Any, out: Any, scale: Any, partial: Any, *, transposed: bool = False) -> None:
+def quantize_tensor(
+    x: Any,
+    out: Any,
+    scale: Any,
+    partial: Any,
+    sums: Any | None = None,
+    trip: Any | None = None,
+    *,
+    transposed: bool = False,
+) -> None:
     """Quantize x (rows, cols), inner stride 1, with one scale, and transpose it if asked.
 
     out: (>= rows, >= cols), transposed (>= cols, >= rows), FP8, contiguous. scale: one float32 or uint8 (e8m0).
-    partial: TENSOR_PARTIALS float32 values of workspace.
+    partial: TENSOR_PARTIALS float32 values of workspace. sums, trip: as in `quantize_rows`.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
     amax, cast = tensor_launches(shape, x.stride(0), out_shape, transposed=transposed)
     amax.run(x, partial)
-    cast.run(x, partial, out, scale)
+    cast.run(x, partial, out, scale, sums, trip)

@@ -14,14 +14,19 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
+    SAMPLE,
     SHIFT,
     Launch,
+    counted,
     encode,
     encode_four,
     four_magnitudes,
+    launch_of,
     load_four,
     magnitude,
+    place_of,
     scales_of,
+    squares_of,
     store_four,
     store_scale,
     wait_for_predecessor,
@@ -38,6 +43,8 @@ def quantize_blocks_kernel(
     x,
     out,
     scale,
+    sums,
+    trip,
     rows,
     cols,
     stride,
@@ -63,6 +70,8 @@ def quantize_blocks_kernel(
     row = (block_row[:, None] * height + tl.arange(0, height)[None, :])[:, :, None, None]
     col = (block_col[:, None] * width + tl.arange(0, width)[None, :])[None, None, :, :]
     value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
+    if sums is not None:
+        count = counted(sums)
     amax = tl.max(tl.max(magnitude(value), 3), 1)  # (down, across)
     block_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None, :, None], out)
@@ -70,6 +79,15 @@ def quantize_blocks_kernel(
     present = (block_row * height < out_rows)[:, None] & (block_col * width < out_cols)[None, :]
     place = scale + block_row[:, None] * scale_stride_row + block_col[None, :] * scale_stride_col
     store_scale(place, block_scale, present)
+    if sums is not None:  # each block's in units of its own scale
+        launch = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        row_tile = tl.program_id(0) // col_tiles
+        if row_tile % SAMPLE == launch % SAMPLE:
+            value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
+            square, error = squares_of(value, inverse[:, None, :, None], out)
+            place, errors = place_of(sums, launch, row_tile, down * height, out_rows)
+            tl.atomic_add(place, tl.sum(tl.sum(square, 3), 2).reshape(down * height), sem="relaxed")
+            tl.atomic_add(place + errors, tl.sum(tl.sum(error, 3), 2).reshape(down * height), sem="relaxed")
 
 
 @triton.jit
@@ -77,6 +95,8 @@ def transpose_blocks_kernel(
     x,
     out,
     scale,
+    sums,
+    trip,
     rows,
     cols,
     stride,
@@ -102,6 +122,8 @@ def transpose_blocks_kernel(
     quad = tile_row * (down * quarter) + tl.arange(0, down * quarter)[:, None]
     col = tile_col * (across * width) + tl.arange(0, across * width)[None, :]
     first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
+    if sums is not None:
+        count = counted(sums)
     largest = four_magnitudes(first, second, third, fourth).reshape(down, quarter, across, width)
     block_scale, inverse = scales_of(tl.max(tl.max(largest, 3), 1), out, scale)  # (down, across)
     inverse = tl.broadcast_to(inverse[:, None, :, None], (down, quarter, across, width))
@@ -113,6 +135,20 @@ def transpose_blocks_kernel(
     present = (block_row * height < out_cols)[:, None] & (block_col * width < out_rows)[None, :]
     place = scale + block_col[None, :] * scale_stride_row + block_row[:, None] * scale_stride_col
     store_scale(place, block_scale, present)
+    if sums is not None:
+        launch = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        if tile_col % SAMPLE == launch % SAMPLE:
+            first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
+            square, error = squares_of(first, inverse, out)
+            more_square, more_error = squares_of(second, inverse, out)
+            square, error = square + more_square, error + more_error
+            more_square, more_error = squares_of(third, inverse, out)
+            square, error = square + more_square, error + more_error
+            more_square, more_error = squares_of(fourth, inverse, out)
+            square, error = square + more_square, error + more_error
+            place, errors = place_of(sums, launch, tile_col, across * width, out_rows)
+            tl.atomic_add(place, tl.sum(square, 0), sem="relaxed")
+            tl.atomic_add(place + errors, tl.sum(error, 0), sem="relaxed")
 
 
 def blocks_launch(
@@ -124,7 +160,7 @@ def blocks_launch(
     *,
     transposed: bool = False,
 ) -> Launch:
-    """Return the launch of `quantize_blocks`; its pointers are x, out and scale."""
+    """Return the launch of `quantize_blocks`; its pointers are x, out, scale, sums and trip."""
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     height, width = reversed(block) if transposed else block
     tile_rows, tile_cols = TRANSPOSED_TILE if transposed else TILES[block]
@@ -141,14 +177,24 @@ def blocks_launch(
     return Launch(quantize_blocks_kernel, (tiles, 1, 1), sizes, {**options, "height": height})
 
 
-def quantize_blocks(x: Any, out: Any, scale: Any, block: tuple[int, int], *, transposed: bool = False) -> None:
+def quantize_blocks(
+    x: Any,
+    out: Any,
+    scale: Any,
+    block: tuple[int, int],
+    sums: Any | None = None,
+    trip: Any | None = None,
+    *,
+    transposed: bool = False,
+) -> None:
     """Quantize x (rows, cols), inner stride 1, with one scale for each block, and transpose it if asked.
 
     out: (>= rows, >= cols), transposed (>= cols, >= rows), FP8, contiguous. block: the extents (height, width) of one
     scale's values in out, one of TILES. scale: (out_rows / height, out_cols / width), rounded up, of
-    any strides; float32, or uint8 that hold e8m0.
+    any strides; float32, or uint8 that hold e8m0. sums, trip: None, or what `triton_quantize_common.launch_of` says,
+    for the guard.
     """
     out_shape = (out.shape[0], out.shape[1])
     strides = (scale.stride(0), scale.stride(1))
     launch = blocks_launch((x.shape[0], x.shape[1]), x.stride(0), out_shape, block, strides, transposed=transposed)
-    launch.run(x, out, scale)
+    launch.run(x, out, scale, sums, trip)

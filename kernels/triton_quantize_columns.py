@@ -16,11 +16,15 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
+    SAMPLE,
     SHIFT,
     Launch,
+    add_column_sums,
+    counted,
     encode,
     encode_four,
     four_magnitudes,
+    launch_of,
     load_four,
     magnitude,
     scales_of,
@@ -40,7 +44,10 @@ def quantize_column_tile(
     x,
     out,
     scale,
+    sums,
+    trip,
     tile,
+    programs,
     rows,
     cols,
     stride,
@@ -50,14 +57,23 @@ def quantize_column_tile(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Quantize and transpose `block_cols` columns of x (rows, cols), each whole in registers. Sizes are not shifted."""
+    """Quantize and transpose `block_cols` columns of x (rows, cols), each whole in registers; programs: how many do.
+
+    Sizes are not shifted.
+    """
     quad = tl.arange(0, block_rows // 4).to(tl.int64)[:, None]
     col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
+    if sums is not None:
+        count = counted(sums)
     col_scale, inverse = scales_of(tl.max(four_magnitudes(first, second, third, fourth), 0), out, scale)
     store_scale(scale + col, col_scale, col < out_rows)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, whole))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
+    if sums is not None:
+        now = launch_of(sums, trip, count, programs, out_rows)
+        if tile % SAMPLE == now % SAMPLE:
+            add_column_sums(x, out, sums, now, tile, 0, rows, rows, cols, stride, out_rows, inverse, block_cols)
 
 
 @triton.jit
@@ -65,6 +81,8 @@ def quantize_columns_kernel(
     x,
     out,
     scale,
+    sums,
+    trip,
     rows,
     cols,
     stride,
@@ -78,8 +96,10 @@ def quantize_columns_kernel(
     """Quantize and transpose `block_cols` columns a program. whole: whether out_cols is a multiple of 4."""
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    tile = tl.program_id(0)
-    quantize_column_tile(x, out, scale, tile, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols)
+    tile, programs = tl.program_id(0), tl.num_programs(0)
+    quantize_column_tile(
+        x, out, scale, sums, trip, tile, programs, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols
+    )
 
 
 @triton.jit
@@ -114,6 +134,8 @@ def scale_columns_kernel(
     partial,
     out,
     scale,
+    sums,
+    trip,
     rows,
     cols,
     stride,
@@ -137,12 +159,19 @@ def scale_columns_kernel(
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     split = tl.arange(0, splits).to(tl.int64)
     maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
+    if sums is not None:
+        count = counted(sums)
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
+    if sums is not None:
+        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        if col_tile % SAMPLE == now % SAMPLE:
+            start, end = row_tile * block_rows, (row_tile + 1) * block_rows
+            add_column_sums(x, out, sums, now, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols)
 
 
 @triton.jit
@@ -151,6 +180,8 @@ def scale_partial_columns_kernel(
     partial,
     out,
     scale,
+    sums,
+    trip,
     rows,
     cols,
     stride,
@@ -170,6 +201,8 @@ def scale_partial_columns_kernel(
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     split = tl.arange(0, splits).to(tl.int64)
     maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
+    if sums is not None:
+        count = counted(sums)
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
@@ -178,6 +211,11 @@ def scale_partial_columns_kernel(
     encoded = tl.trans(encode(value, inverse[None, :], out))
     written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
     tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
+    if sums is not None:
+        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        if col_tile % SAMPLE == now % SAMPLE:
+            start, end = row_tile * block_rows, (row_tile + 1) * block_rows
+            add_column_sums(x, out, sums, now, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols)
 
 
 def whole_columns_tile(out_cols: int) -> tuple[int, int] | None:
@@ -198,7 +236,8 @@ def columns_launches(
 ) -> tuple[Launch, ...]:
     """Return the launches of `quantize_columns`; aligned: the address of x is a multiple of 16.
 
-    Either one, with the pointers x, out and scale; or two, with the pointers x, partial and x, partial, out, scale.
+    Either one, with the pointers x, out, scale, sums, trip; or two, with x, partial and x, partial, out, scale, sums,
+    trip.
     """
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
@@ -230,16 +269,19 @@ def columns_launches(
     return amax, cast
 
 
-def quantize_columns(x: Any, out: Any, scale: Any, partial: Any | None = None) -> None:
+def quantize_columns(
+    x: Any, out: Any, scale: Any, partial: Any | None = None, sums: Any | None = None, trip: Any | None = None
+) -> None:
     """Quantize x (rows, cols), inner stride 1, with one scale a column, and transpose it.
 
     out: (>= cols, >= rows) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out. partial: the
-    workspace of `columns_workspace`, of any content, None where that is 0.
+    workspace of `columns_workspace`, of any content, None where that is 0. sums, trip: None, or what
+    `triton_quantize_common.launch_of` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
     first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0)
     if not rest:
-        first.run(x, out, scale)
+        first.run(x, out, scale, sums, trip)
         return
     first.run(x, partial)
-    rest[0].run(x, partial, out, scale)
+    rest[0].run(x, partial, out, scale, sums, trip)

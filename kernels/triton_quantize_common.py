@@ -20,6 +20,16 @@ SHIFT = tl.constexpr(16)
 E4M3_MAX, E4M3_RECIPROCAL = tl.constexpr(448.0), tl.constexpr(1 / 448)
 E5M2_MAX, E5M2_RECIPROCAL = tl.constexpr(57344.0), tl.constexpr(1 / 57344)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+SAMPLE = tl.constexpr(16)
+"""The guard's sums are taken of one tile of so many, of the next one in the next launch: of all in as many launches."""
+SUMS_HEAD = tl.constexpr(8)
+"""Float32 values before the tables of the guard's sums."""
+LEARNT = tl.constexpr(256)
+"""Launches from which the guard learns what is usual: every tile of whatever operand is sampled 16 times."""
+PIECE = tl.constexpr(512)
+"""Values that are read at once for the guard's sums."""
+JUDGED = tl.constexpr(128)
+"""Rows that one program judges at once."""
 
 
 class Launch(NamedTuple):
@@ -207,3 +217,142 @@ def store_four(out, word, row, quad, out_rows, out_cols, whole: tl.constexpr):
         tl.store(target + 1, (word >> 8 & 0xFF).to(tl.uint8), mask=(row < out_rows) & (col + 1 < out_cols))
         tl.store(target + 2, (word >> 16 & 0xFF).to(tl.uint8), mask=(row < out_rows) & (col + 2 < out_cols))
         tl.store(target + 3, (word >> 24).to(tl.uint8), mask=(row < out_rows) & (col + 3 < out_cols))
+
+
+def sums_size(rows: int) -> int:
+    """Return how many float32 values the guard's sums of an operand take; rows: those of the quantizer's output."""
+    return int(SUMS_HEAD.value) + 6 * (rows // int(SAMPLE.value) + int(JUDGED.value))
+
+
+def sums_head(limit: float, band: float, rounding: float) -> list[float]:
+    """Return what the guard's sums begin with, zeros behind it: see `launch_of`."""
+    return [0.0, 0.0, limit, band, rounding, 0.0, float("inf"), 0.0]
+
+
+@triton.jit
+def counted(sums):
+    """Return how many programs counted before this one, in all launches of its quantizer.
+
+    Each program that quantizes an operand counts once, best while it waits for its values. The count moves on the
+    device, so that a replayed graph moves it too, and no program can see another launch's: it is past `launch *
+    programs` once the first has counted, and no further than the last.
+    """
+    return tl.atomic_add(sums.to(tl.pointer_type(tl.int64), bitcast=True), 1, sem="relaxed")
+
+
+@triton.jit
+def launch_of(sums, trip, count, programs, out_rows):
+    """Return which launch of this quantizer it is, modulo 48, after judging what the one before it left in `sums`.
+
+    count: of `counted`; programs: how many count in every launch. sums: float32 (`sums_size(out_rows)`), first of all
+    the count (int64, from 0), the limit of error / square, the factor of the band, what errors rounding alone can make,
+    the largest and the least ratio seen (0 and Inf at first); then three tables, of this launch, of the last, and of
+    the next, which is cleared. trip: float32 (2), written where a ratio is not in the band: the ratio, and +1 above it
+    or -1 below.
+    """
+    launch = count // programs
+    capacity = out_rows // SAMPLE + JUDGED
+    first = (count % programs).to(tl.int32) * JUDGED
+    if first < capacity:
+        judge(sums, trip, launch, first, programs * JUDGED, capacity)
+    return (launch % (3 * SAMPLE)).to(tl.int32)
+
+
+@triton.jit
+def judge(sums, trip, launch, first, step, capacity):
+    """Compare rows of the last launch's table with the limit and the band, and clear the next one's."""
+    last = sums + SUMS_HEAD + (launch + 2) % 3 * 2 * capacity
+    following = sums + SUMS_HEAD + (launch + 1) % 3 * 2 * capacity
+    largest = tl.zeros((JUDGED,), tl.float32)
+    least = tl.full((JUDGED,), float("inf"), tl.float32)
+    for start in range(first, capacity, step):
+        row = start + tl.arange(0, JUDGED)
+        inside = row < capacity
+        square = tl.load(last + row, mask=inside, other=0.0, volatile=True)
+        error = tl.load(last + capacity + row, mask=inside, other=0.0, volatile=True)
+        tl.store(following + row, 0.0, mask=inside)
+        tl.store(following + capacity + row, 0.0, mask=inside)
+        finite = (square < float("inf")) & (error < float("inf"))  # false for NaN
+        ratio = tl.where(square > 0.0, error / tl.where(square > 0.0, square, 1.0), 0.0)
+        largest = tl.maximum(largest, tl.where(finite, ratio, float("inf")))
+        least = tl.minimum(least, tl.where(finite & (square > 0.0), ratio, float("inf")))
+    high, low = tl.max(largest, 0), tl.min(least, 0)
+    limit, band, rounding = tl.load(sums + 2), tl.load(sums + 3), tl.load(sums + 4)
+    most_seen, least_seen = tl.load(sums + 5, volatile=True), tl.load(sums + 6, volatile=True)
+    if launch <= LEARNT:  # bits of floats that are not negative are in the floats' order
+        bits = sums.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(bits + 5, high.to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_min(bits + 6, low.to(tl.int32, bitcast=True), sem="relaxed")
+    known = launch > LEARNT
+    limit = tl.where(known, tl.minimum(limit, tl.maximum(band * most_seen, rounding)), limit)
+    floor = tl.where(known & (least_seen < float("inf")), least_seen / band, 0.0)
+    if high > limit:
+        tl.store(trip + 1, high)
+        tl.store(trip, 1.0)
+    elif low < floor:
+        tl.store(trip + 1, low)
+        tl.store(trip, -1.0)
+
+
+@triton.jit
+def place_of(sums, launch, tile, tile_rows: tl.constexpr, out_rows):
+    """Return where the sums of a sampled tile's rows stand in this launch's table: squares, and how far on errors."""
+    capacity = out_rows // SAMPLE + JUDGED
+    table = sums + SUMS_HEAD + launch % 3 * 2 * capacity
+    return table + tile // SAMPLE * tile_rows + tl.arange(0, tile_rows), capacity
+
+
+@triton.jit
+def squares_of(value, inverse, out):
+    """Return the squares of values in units of their scales, and of their rounding errors; not finite for what is not.
+
+    The value is cast again: of a branch that few programs take, what all of them keep should know nothing.
+    """
+    scaled = value * inverse
+    error = scaled - encode(value, inverse, out).to(tl.float32)
+    return scaled * scaled, error * error
+
+
+@triton.jit
+def add_row_sums(
+    x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_rows: tl.constexpr
+):
+    """Add up the sums of a sampled tile of rows, columns first to end, read again in pieces: few, so that this needs
+    no more registers than what all programs do; inverse: (block_rows,) or (1,).
+    """
+    row = tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    piece: tl.constexpr = PIECE // block_rows
+    square_sum = tl.zeros((block_rows, piece), tl.float32)
+    error_sum = tl.zeros((block_rows, piece), tl.float32)
+    for start in range(first, tl.minimum(end, cols), piece):
+        col = start + tl.arange(0, piece)
+        inside = (row < rows)[:, None] & (col < cols)[None, :]
+        value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        square, error = squares_of(value, inverse[:, None], out)
+        square_sum += square
+        error_sum += error
+    place, errors = place_of(sums, launch, tile, block_rows, out_rows)
+    tl.atomic_add(place, tl.sum(square_sum, 1), sem="relaxed")
+    tl.atomic_add(place + errors, tl.sum(error_sum, 1), sem="relaxed")
+
+
+@triton.jit
+def add_column_sums(
+    x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_cols: tl.constexpr
+):
+    """Do the same for a tile of columns, rows first to end; inverse: (block_cols,) or (1,)."""
+    col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    piece: tl.constexpr = PIECE // block_cols
+    square_sum = tl.zeros((piece, block_cols), tl.float32)
+    error_sum = tl.zeros((piece, block_cols), tl.float32)
+    for start in range(first, tl.minimum(end, rows), piece):
+        row = start + tl.arange(0, piece)
+        inside = (row < rows)[:, None] & (col < cols)[None, :]
+        source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
+        value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        square, error = squares_of(value, inverse[None, :], out)
+        square_sum += square
+        error_sum += error
+    place, errors = place_of(sums, launch, tile, block_cols, out_rows)
+    tl.atomic_add(place, tl.sum(square_sum, 0), sem="relaxed")
+    tl.atomic_add(place + errors, tl.sum(error_sum, 0), sem="relaxed")

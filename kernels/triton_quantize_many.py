@@ -39,6 +39,8 @@ def quantize_tile_of(
     x,
     out,
     scale,
+    sums,
+    trip,
     tile,
     rows,
     cols,
@@ -56,11 +58,25 @@ def quantize_tile_of(
     if (tile >= 0) & (tile < count):
         if transposed:
             quantize_column_tile(
-                x, out, scale, tile, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols
+                x,
+                out,
+                scale,
+                sums,
+                trip,
+                tile,
+                count,
+                rows,
+                cols,
+                stride,
+                out_rows,
+                out_cols,
+                whole,
+                block_rows,
+                block_cols,
             )
         else:
             quantize_row_tile(
-                x, out, scale, None, None, tile, rows, cols, stride, out_rows, out_cols, block_rows, block_cols
+                x, out, scale, sums, trip, tile, count, rows, cols, stride, out_rows, out_cols, block_rows, block_cols
             )
     return tile - count
 
@@ -70,15 +86,23 @@ def quantize_many_kernel(
     x0,
     out0,
     scale0,
+    sums0,
+    trip0,
     x1,
     out1,
     scale1,
+    sums1,
+    trip1,
     x2,
     out2,
     scale2,
+    sums2,
+    trip2,
     x3,
     out3,
     scale3,
+    sums3,
+    trip3,
     rows0,
     cols0,
     stride0,
@@ -124,6 +148,8 @@ def quantize_many_kernel(
         x0,
         out0,
         scale0,
+        sums0,
+        trip0,
         tile,
         rows0,
         cols0,
@@ -140,6 +166,8 @@ def quantize_many_kernel(
             x1,
             out1,
             scale1,
+            sums1,
+            trip1,
             tile,
             rows1,
             cols1,
@@ -156,6 +184,8 @@ def quantize_many_kernel(
             x2,
             out2,
             scale2,
+            sums2,
+            trip2,
             tile,
             rows2,
             cols2,
@@ -172,6 +202,8 @@ def quantize_many_kernel(
             x3,
             out3,
             scale3,
+            sums3,
+            trip3,
             tile,
             rows3,
             cols3,
@@ -186,12 +218,17 @@ def quantize_many_kernel(
 
 
 class Operand(NamedTuple):
-    """One operand to quantize: x (rows, cols) of inner stride 1, its output and scales, whether it is transposed."""
+    """One operand to quantize: x (rows, cols) of inner stride 1, its output and scales, whether it is transposed.
+
+    sums, trip: None, or what `triton_quantize_common.launch_of` says, for the guard.
+    """
 
     x: Any
     out: Any
     scale: Any
     transposed: bool
+    sums: Any | None = None
+    trip: Any | None = None
 
     def source(self) -> Source:
         """Return what a launch has to know of it."""
@@ -211,7 +248,9 @@ def tile_of(source: Source) -> tuple[int, int] | None:
 
 
 def many_launch(sources: Sequence[Source]) -> Launch:
-    """Return the launch of `quantize_many`; its pointers are x, out and scale of each of four operands, or None thrice.
+    """Return the launch of `quantize_many`; its pointers are x, out, scale, sums and trip of each of four operands.
+
+    All that belongs to an absent one is None.
 
     Programs of one operand start before those of the next: the one whose tiles take longest is best the first.
     """
@@ -243,5 +282,5 @@ def quantize_many(operands: Sequence[Operand]) -> None:
     out. Raises ValueError for more operands, and for one that is too long (`tile_of` gives None).
     """
     launch = many_launch([operand.source() for operand in operands])
-    pointers = [pointer for operand in operands for pointer in operand[:3]]
-    launch.run(*pointers, *[None] * 3 * (MAX_OPERANDS - len(operands)))
+    pointers = [pointer for x in operands for pointer in (x.x, x.out, x.scale, x.sums, x.trip)]
+    launch.run(*pointers, *[None] * 5 * (MAX_OPERANDS - len(operands)))

@@ -37,7 +37,17 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def encoder(recipe: ScalingRecipe, axis: int, *, raw_on: Any = None, scaled: bool = False) -> Encoder:
+Guard = Callable[[bool], tuple[Tensor, Tensor]]
+"""From whether the operand is transposed on the way to the guard's sums and trip for a launch now, or two of None."""
+
+
+def _unguarded(transposed: bool) -> tuple[Tensor, Tensor]:
+    return None, None
+
+
+def encoder(
+    recipe: ScalingRecipe, axis: int, *, raw_on: Any = None, scaled: bool = False, guard: Guard = _unguarded
+) -> Encoder:
     """Return what makes an Encoded of one operand: an array, raw FP8 (scale one) on a device, or a ScaledArray."""
     import torch
 
@@ -46,11 +56,11 @@ def encoder(recipe: ScalingRecipe, axis: int, *, raw_on: Any = None, scaled: boo
     if raw_on is not None:
         return partial(_encode_raw, recipe, axis, torch.ones((1, 1), dtype=torch.float32, device=raw_on))
     if recipe.granularity in ("tensor", "row"):
-        return _array_encoder(recipe, axis)
-    return _block_encoder(recipe, axis)
+        return _array_encoder(recipe, axis, guard)
+    return _block_encoder(recipe, axis, guard)
 
 
-def _array_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
+def _array_encoder(recipe: ScalingRecipe, axis: int, guard: Guard) -> Encoder:
     """Return what quantizes an array of any strides; both orders are read as they lie, others are copied first."""
     import torch
 
@@ -62,13 +72,13 @@ def _array_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
         size = padded_size(*shape, recipe, axis)
         data = torch.empty(size, dtype=fmt, device=x.device)
         scale = torch.empty((size[0] if by_row else 1, 1), dtype=torch.float32, device=x.device)
-        launch(source, data, scale, by_row=by_row, transposed=transposed)
+        launch(source, data, scale, *guard(transposed), by_row=by_row, transposed=transposed)
         return _oriented(data, scale, axis)
 
     return encode
 
 
-def _block_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
+def _block_encoder(recipe: ScalingRecipe, axis: int, guard: Guard) -> Encoder:
     """Return what quantizes an array of any strides by 1x128 or 128x128, the scales of 1x128 along the rows."""
     import torch
 
@@ -88,7 +98,7 @@ def _block_encoder(recipe: ScalingRecipe, axis: int) -> Encoder:
         scale_shape = (across, down) if height == 1 else (down, across)
         scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
         scale = scale.t() if height == 1 else scale
-        quantize_blocks(source, data, scale, (height, width), transposed=transposed)
+        quantize_blocks(source, data, scale, (height, width), *guard(transposed), transposed=transposed)
         return _oriented(data, scale, axis)
 
     return encode
@@ -105,7 +115,9 @@ def _readable(x: Tensor, axis: int) -> tuple[Tensor, tuple[int, int], bool]:
 
 
 def launcher() -> Callable[..., None]:
-    """Return launch(source, data, scale, *, by_row, transposed), which quantizes `source`, inner stride 1, into `data`.
+    """Return launch(source, data, scale, sums, trip, *, by_row, transposed), which quantizes `source` into `data`.
+
+    source: of inner stride 1. sums, trip: the guard's or None.
 
     by_row: one scale a row of data, else one in all. transposed: data is as `source` transposed.
     """
@@ -113,16 +125,18 @@ def launcher() -> Callable[..., None]:
     from dispatch.kernels.triton_quantize import TENSOR_PARTIALS, quantize_rows, quantize_tensor
     from dispatch.kernels.triton_quantize_columns import columns_workspace, quantize_columns
 
-    def launch(source: Tensor, data: Tensor, scale: Tensor, *, by_row: bool, transposed: bool) -> None:
+    def launch(
+        source: Tensor, data: Tensor, scale: Tensor, sums: Tensor, trip: Tensor, *, by_row: bool, transposed: bool
+    ) -> None:
         if not by_row:
             partials = torch.empty(TENSOR_PARTIALS, dtype=torch.float32, device=source.device)
-            quantize_tensor(source, data, scale, partials, transposed=transposed)
+            quantize_tensor(source, data, scale, partials, sums, trip, transposed=transposed)
         elif not transposed:
-            quantize_rows(source, data, scale)
+            quantize_rows(source, data, scale, sums, trip)
         else:
             size = columns_workspace(tuple(source.shape), tuple(data.shape))
             partials = torch.empty(size, dtype=torch.float32, device=source.device) if size else None
-            quantize_columns(source, data, scale, partials)
+            quantize_columns(source, data, scale, partials, sums, trip)
 
     return launch
 
@@ -166,11 +180,36 @@ def _oriented(data: Tensor, scale: Tensor, axis: int) -> Encoded:
     return Encoded(data, scale) if axis == -1 else Encoded(data.t(), scale.t())
 
 
-def _operand_encoder(operand: Operand, recipe: ScalingRecipe, axis: int, device: str) -> Encoder | None:
+def _operand_encoder(problem: Problem, axis: int) -> Encoder | None:
+    assert problem.recipe is not None
+    side, outer = ("a", problem.m) if axis == -1 else ("b", problem.n)
+    operand: Operand = getattr(problem, side)
+    recipe: ScalingRecipe = getattr(problem.recipe, side)
     if operand.prepared:
         return None
-    raw_on = device if operand.dtype in FP8_DTYPES else None
-    return encoder(recipe, axis, raw_on=raw_on, scaled=operand.recipe is not None)
+    raw_on = problem.device if operand.dtype in FP8_DTYPES else None
+    scaled = operand.recipe is not None
+    guard = _unguarded if scaled or raw_on is not None else _guard(problem, side, recipe, outer, axis)
+    return encoder(recipe, axis, raw_on=raw_on, scaled=scaled, guard=guard)
+
+
+def _guard(problem: Problem, side: str, recipe: ScalingRecipe, outer: int, axis: int) -> Guard:
+    import torch
+
+    if torch.device(problem.device).type != "cuda" or importlib.util.find_spec("triton") is None:
+        return _unguarded
+    from dispatch.plugins._guard_torch import sums_of
+
+    rows = padded_size(outer, problem.k, recipe, axis)[0]
+    sums = sums_of(side, recipe, problem.k, rows, problem.device)
+    if sums is None:
+        return _unguarded
+
+    def guard(transposed: bool) -> tuple[Tensor, Tensor]:
+        found = sums.on(transposed, torch.cuda.current_stream(sums.device).cuda_stream)
+        return (None, None) if found is None else (found.sums, found.trip)
+
+    return guard
 
 
 def plan(problem: Problem) -> Plan:
@@ -185,8 +224,7 @@ def plan(problem: Problem) -> Plan:
     assert problem.recipe is not None
     room = framework("torch")
     out_dtype, wide = room.dtype(problem.out_dtype), torch.float32
-    encode_a = _operand_encoder(problem.a, problem.recipe.a, -1, problem.device)
-    encode_b = _operand_encoder(problem.b, problem.recipe.b, -2, problem.device)
+    encode_a, encode_b = _operand_encoder(problem, -1), _operand_encoder(problem, -2)
     scaled_mm = partial(torch._scaled_mm, use_fast_accum=problem.accumulation == "fast")
     m, n = problem.m, problem.n
     epilogue = problem.bias is not None or problem.activation is not None

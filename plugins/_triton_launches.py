@@ -18,16 +18,21 @@ TOGETHER_LIMIT = 1 << 24
 
 
 class Slots(NamedTuple):
-    """Where the addresses of one operand stand: quantized, its scales, as it came, a quantizer's workspace."""
+    """Where the addresses of one operand stand: quantized, its scales, as it came, a quantizer's workspace.
+
+    sums, trip: the guard's, where the quantizer's launches are made with them.
+    """
 
     data: int
     scale: int
     x: int
     partial: int
+    sums: int
+    trip: int
 
 
-OF_A, OF_B = Slots(0, 1, 2, 3), Slots(4, 5, 6, 7)
-OUT, BIAS, PARTIALS, COUNTERS = range(8, 12)
+OF_A, OF_B = Slots(0, 1, 2, 3, 4, 5), Slots(6, 7, 8, 9, 10, 11)
+OUT, BIAS, PARTIALS, COUNTERS = range(12, 16)
 
 
 class Step(NamedTuple):
@@ -108,7 +113,7 @@ def stand_in(slot: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
 class Source(NamedTuple):
     """An operand to quantize into `form`: (rows, k), or (k, rows) where it is transposed; `stride` over the outer axis.
 
-    The inner stride is 1.
+    The inner stride is 1. guarded: its quantizer keeps the guard's sums.
     """
 
     form: Form
@@ -116,6 +121,7 @@ class Source(NamedTuple):
     slots: Slots
     transposed: bool
     stride: int
+    guarded: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -127,22 +133,31 @@ class Source(NamedTuple):
         """The shape of its quantized values."""
         return self.form.rows, self.form.padded_k
 
-    def pointers(self) -> tuple[Any, Any, Any]:
-        """Return the stand-ins for it, for its quantized values and for their scales."""
+    def pointers(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Return the stand-ins for it, its quantized values, their scales, and the guard's two or None."""
         form, slots = self.form, self.slots
         return (
             stand_in(slots.x, self.dtype, self.shape, (self.stride, 1)),
             stand_in(slots.data, form.recipe.storage_dtype, self.out_shape),
             stand_in(slots.scale, form.scale_kind, form.stored_scale),
+            stand_in(slots.sums, "float32", (guard_floats(form),)) if self.guarded else None,
+            stand_in(slots.trip, "float32", (2,)) if self.guarded else None,
         )
 
 
-def source(form: Form, dtype: str, slots: Slots, strides: tuple[int, int]) -> Source:
+def guard_floats(form: Form) -> int:
+    """Return how many float32 values the guard's sums of an operand take."""
+    from dispatch.kernels.triton_quantize_common import sums_size
+
+    return sums_size(form.rows)
+
+
+def source(form: Form, dtype: str, slots: Slots, strides: tuple[int, int], *, guarded: bool = False) -> Source:
     """Return an operand, (rows, k) of these strides. Raises ValueError where neither is 1."""
     if 1 not in strides:
         raise ValueError(f"strides {strides}: one must be 1")
     transposed = strides[1] != 1
-    return Source(form, dtype, slots, transposed, strides[1] if transposed else strides[0])
+    return Source(form, dtype, slots, transposed, strides[1] if transposed else strides[0], guarded)
 
 
 def contiguous(form: Form, dtype: str, slots: Slots, *, transposed: bool) -> Source:
@@ -161,9 +176,9 @@ def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step],
     """
     from dispatch.kernels import triton_quantize, triton_quantize_blocks, triton_quantize_columns
 
-    form, _dtype, slots, transposed, stride = operand
+    form, _dtype, slots, transposed, stride, _guarded = operand
     shape, out, kind = operand.shape, operand.out_shape, form.recipe.granularity
-    x, data, scale = operand.pointers()
+    x, *written_to = operand.pointers()
     launches: Sequence[Any]
     floats = 0
     if kind == "tensor":
@@ -178,8 +193,7 @@ def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step],
         block, steps = form.recipe.block(form.rows, form.k), form.scale_strides
         launches = [triton_quantize_blocks.blocks_launch(shape, stride, out, block, steps, transposed=transposed)]
     partial = stand_in(slots.partial, "float32", (max(floats, 1),))
-    guard = (None, None) if kind == "row" and not transposed else ()
-    given = [(x, data, scale, *guard)] if len(launches) == 1 else [(x, partial), (x, partial, data, scale)]
+    given = [(x, *written_to)] if len(launches) == 1 else [(x, partial), (x, partial, *written_to)]
     written = [(slots.data, slots.scale)] if len(launches) == 1 else [(slots.partial,), (slots.data, slots.scale)]
     beside = BESIDE if dependent and not transposed else {}  # what transposes was slower so on an H200
     steps_made = [
@@ -205,7 +219,7 @@ def quantizing_both(operands: Sequence[Source], *, dependent: bool = False) -> S
     found.sort(key=lambda pair: not pair[0].transposed)  # those take longest
     launch = together.many_launch([one for one, _ in found])
     pointers: list[Any] = [pointer for _, operand in found for pointer in operand.pointers()]
-    pointers += [None] * (3 * (together.MAX_OPERANDS - len(found)))
+    pointers += [None] * (5 * (together.MAX_OPERANDS - len(found)))
     writes = tuple(slot for _, operand in found for slot in (operand.slots.data, operand.slots.scale))
     beside = BESIDE if dependent and not any(operand.transposed for _, operand in found) else {}
     return Step(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options | beside, writes)

@@ -16,6 +16,7 @@ from dispatch.kernels.launching import Bound
 from dispatch.plugins import _triton_configs as names
 from dispatch.plugins import _triton_launches as launches
 from dispatch.plugins._device_torch import on_device
+from dispatch.plugins._guard_torch import Sums, sums_of
 from dispatch.plugins._triton_launches import BIAS, COUNTERS, OF_A, OF_B, OUT, PARTIALS, Form, Operands, Step
 from torch import Tensor
 
@@ -25,7 +26,7 @@ ALIGNMENT = 256
 """Bytes between the parts of a workspace."""
 KEPT_BYTES, KEPT = 1 << 20, 64
 """Up to how many bytes a workspace is part of one that is kept, and for how many streams and threads of a device."""
-SLOTS = 12
+SLOTS = 16
 """Addresses in a call's list."""
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch for CPUs has none
@@ -171,6 +172,9 @@ class _Side:
         self.form = launches.form_of(self.recipe, self.count * outer, problem.k)
         self.expands = self.count != math.prod(operand.batch)
         self.slots = OF_A if axis == -1 else OF_B
+        name = "a" if axis == -1 else "b"
+        quantized = self.recipe, problem.k, self.form.rows, problem.device
+        self.sums = sums_of(name, *quantized) if self.quantizes else None
 
     def encoded(self, x: Any) -> Encoded:
         """Return raw FP8 or a ScaledArray as the kernels take it."""
@@ -180,12 +184,14 @@ class _Side:
 class _Steps(NamedTuple):
     """What one call launches before the product, for operands of some strides, and the workspace for it.
 
-    placed: the slots that lie in the workspace, with their offsets in bytes.
+    placed: the slots that lie in the workspace, with their offsets in bytes. guards: what keeps the guard's sums, and
+    their slots.
     """
 
     launches: list[Bound]
     placed: list[tuple[int, int]]
     space: Workspaces | None
+    guards: list[tuple[Sums, launches.Slots]]
 
 
 class Kernel(NamedTuple):
@@ -232,19 +238,29 @@ class ScaledProduct:
             placed.append((slot, size))
             size += _up(count, ALIGNMENT)
 
-        sources = [launches.source(side.form, side.dtype, side.slots, strides) for side, strides in sides]
-        for form, _, slots, _, _ in sources:
+        index, layout = self.device.index or 0, (strides_a, strides_b)
+        guards = [
+            (side.sums, side.slots)
+            for side, _ in sides
+            if side.sums is not None and side.sums.on(layout, _current_stream(index)) is not None
+        ]
+        guarded = {slots for _, slots in guards}
+        sources = [
+            launches.source(side.form, side.dtype, side.slots, strides, guarded=side.slots in guarded)
+            for side, strides in sides
+        ]
+        for form, _, slots, *_ in sources:
             place(slots.data, form.rows * form.padded_k)
             place(slots.scale, form.scale_bytes)
         joint = launches.quantizing_both(sources, dependent=dependent) if len(sources) == 2 else None
         if joint is not None:
-            return _Steps([_bound(joint)], placed, Workspaces(size, self.device))
+            return _Steps([_bound(joint)], placed, Workspaces(size, self.device), guards)
         bound: list[Bound] = []
         for source in sources:
             steps, floats = launches.quantizing(source, dependent=dependent)
             bound += [_bound(step) for step in steps]
             place(source.slots.partial, 4 * floats)
-        return _Steps(bound, placed, Workspaces(size, self.device) if size else None)
+        return _Steps(bound, placed, Workspaces(size, self.device) if size else None, guards)
 
     def call(self) -> Plan:
         """Return the product as a function."""
@@ -292,6 +308,10 @@ class ScaledProduct:
             else:
                 right_made = b if right_prepared else right.encoded(b)
                 addresses[b_data], addresses[b_scale] = right_made.matrix.data_ptr(), right_made.scale.data_ptr()
+            for sums, slots in steps.guards:
+                kept = sums.on(strides, stream)
+                assert kept is not None  # or the launch would have been made without
+                addresses[slots.sums], addresses[slots.trip] = kept.addresses
             for launch in steps.launches:
                 launch(stream, addresses)
             if fused and (bias is None or _fusable(bias, problem.n)):

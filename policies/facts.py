@@ -51,9 +51,9 @@ class Tuning:
 class Guard:
     """How outputs are watched after tuning.
 
-    mode: `off`, or `strict`: each is probed before it is returned. probe_every: with `off`, only every so many of a
-    known call's; 0 for none. cool_down_s: how long the framework's own product serves after a result was refused,
-    before the problem is measured again.
+    mode: `off`; `async`: quantizers sum the rounding errors of a sample of rows, and nothing waits for that; `strict`:
+    each is probed before it is returned. probe_every: with the other two, only every so many of a known call's; 0 for
+    none. cool_down_s: how long the framework's own product serves after a trip, before the problem is measured again.
     """
 
     mode: str

@@ -1,4 +1,7 @@
-"""The guard: products watched after tuning, refused where they are beyond the tolerance, and measured again."""
+"""The guard: products watched after tuning, refused where they are beyond the tolerance, and measured again.
+
+strict and probe_every look at results, by probes; async at the rounding errors of the operands, as plans tell them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -16,12 +20,18 @@ from dispatch._decision import Decision
 from dispatch._measurement import BASELINE
 from dispatch._problem import Problem
 from dispatch.measuring.probe import ESTIMATED, beyond
+from dispatch.measuring.watch import Watch, watch_of, watching
 
 if TYPE_CHECKING:
     from dispatch.frameworks import Framework
     from dispatch.policies.policy import Policy
 
 logger = logging.getLogger("dispatch")
+
+ASYNC_PROBE_EVERY = 128
+"""Under async, calls from one probe to the next of a plan that quantizes and says nothing of its operands."""
+UNWATCHED = (BASELINE.backend, "bf16_fallback")
+"""What is the framework's own product in either case."""
 
 
 class Guard:
@@ -31,28 +41,70 @@ class Guard:
     """
 
     def __init__(self, forget: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self.counts: Counter[str] = Counter(probed=0, tripped=0, refused=0)
+        self._counts: Counter[str] = Counter(probed=0, tripped=0, refused=0)
         self._forget, self._clock = forget, clock
         self._trips: dict[Hashable, tuple[float, str]] = {}
+        self._before: Counter[Hashable] = Counter()
         self._again: set[Hashable] = set()
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._seeds = itertools.count(1)
 
+    @property
+    def counts(self) -> Counter[str]:
+        """The counts, after a look at every plan's watch: a replayed CUDA graph calls nobody."""
+        self._look()
+        return self._counts
+
+    def _look(self) -> None:
+        with self._lock:
+            watches = list(self._watches)
+        for watch in watches:
+            watch.tripped()
+
+    def planned(
+        self, make: Callable[[], tuple[Plan, Any]], decision: Decision, policy: Policy, scope: str | None
+    ) -> tuple[Plan, Any, Watch | None]:
+        """Return what `make` does, and the watch that the plan was offered under `mode = "async"`, else None."""
+        wanted = policy.guard.mode == "async" and decision.backend not in UNWATCHED
+        wanted = wanted and decision.candidate.recipe is not None and "traced" not in decision.problem.modes
+        watch = None
+        if wanted:
+            watch = watch_of(decision, policy, self._before[_key(decision.problem, scope, policy)])
+        with watching(watch):
+            return *make(), watch
+
     def watching(
-        self, plan: Plan, own: Plan, room: Framework, decision: Decision, policy: Policy, scope: str | None
+        self,
+        plan: Plan,
+        own: Plan,
+        room: Framework,
+        decision: Decision,
+        policy: Policy,
+        scope: str | None,
+        watch: Watch | None = None,
     ) -> Plan:
         """Return `plan` as the policy wants it watched: itself where it does not, or where there are no values.
 
-        plan, own: the chosen and the framework's own product, for operands in canonical shapes. What is beyond the
-        tolerance is not returned but multiplied again by `own`, which then serves for the policy's cool-down.
+        plan, own: the chosen and the framework's own product, for operands in canonical shapes. What a probe finds
+        beyond the tolerance is not returned but multiplied again by `own`, which then serves for the policy's
+        cool-down; as it does from the first call after `watch` has heard of a trip.
         """
-        every = 1 if policy.guard.mode == "strict" else policy.guard.probe_every
-        if decision.backend in (BASELINE.backend, "bf16_fallback"):  # the framework's own product in either case
+        if decision.backend in UNWATCHED or "traced" in decision.problem.modes or unguardable(decision.problem, policy):
             return plan
-        if not every or "traced" in decision.problem.modes or unguardable(decision.problem, policy):
+        every = 1 if policy.guard.mode == "strict" else policy.guard.probe_every
+        silent = watch is not None and not watch.trips
+        if silent and not every and decision.problem.activation is None:
+            every = ASYNC_PROBE_EVERY
+        if not every and (watch is None or silent):
             return plan
         problem, key = replace(decision.problem, modes=()), _key(decision.problem, scope, policy)
         metric, limit, calls = policy.error.metric, policy.error.tolerance, itertools.count(1)
+        cool_down_s = policy.guard.cool_down_s
+        if watch is not None and not silent:
+            watch.report = lambda said: self._tripped(key, decision, said, cool_down_s, refused=False)
+            with self._lock:
+                self._watches.add(watch)
 
         def watched(*operands: Any) -> Any:
             trip = self._trips.get(key)
@@ -60,29 +112,35 @@ class Guard:
                 if self._clock() >= trip[0]:
                     self._cooled(key)
                 return own(*operands)
+            if watch is not None and watch.tripped():
+                return own(*operands)
             out = plan(*operands)
-            if next(calls) % every or room.measurable(out) is not None:  # nothing is read under graph capture
+            if not every or next(calls) % every or room.measurable(out) is not None:  # no reading under graph capture
                 return out
-            self.counts["probed"] += 1
+            self._counts["probed"] += 1
             seed = next(self._seeds)
             error = room.isolated(lambda: beyond(room, problem, out, operands, metric, limit, seed))
             if error is None:
                 return out
-            self._tripped(key, decision, f"{metric} {error:.2g} against {limit:.2g}", policy.guard.cool_down_s)
+            self._tripped(key, decision, f"{metric} {error:.2g} against {limit:.2g}", cool_down_s)
             return own(*operands)
 
         return watched
 
-    def _tripped(self, key: Hashable, decision: Decision, figures: str, cool_down_s: float) -> None:
+    def _tripped(
+        self, key: Hashable, decision: Decision, figures: str, cool_down_s: float, *, refused: bool = True
+    ) -> None:
+        said = f"refused a result ({figures})" if refused else f"saw other data ({figures})"
         with self._lock:
-            self.counts["refused"] += 1
+            self._counts["refused"] += refused
             if key in self._trips:  # another thread's call
                 return
-            self.counts["tripped"] += 1
-            self._trips[key] = self._clock() + cool_down_s, figures
+            self._counts["tripped"] += 1
+            self._before[key] += not refused
+            self._trips[key] = self._clock() + cool_down_s, said
         logger.warning(
-            "dispatch: the guard refused a result of %s for %s: %s; the framework's own product serves for %g s",
-            decision.candidate, decision.problem, figures, cool_down_s,
+            "dispatch: the guard %s of %s for %s: the framework's own product serves for %g s",
+            said, decision.candidate, decision.problem, cool_down_s,
         )  # fmt: skip
 
     def _cooled(self, key: Hashable) -> None:
@@ -104,20 +162,22 @@ class Guard:
 
     def noted(self, decision: Decision, scope: str | None, policy: Policy) -> Decision:
         """Return a decision, with what the guard knows of it in its reason."""
+        self._look()
         trip = self._trips.get(_key(decision.problem, scope, policy))
         if trip is None:
             return decision
         left = max(0.0, trip[0] - self._clock())
-        note = f"the guard refused a result ({trip[1]}): the framework's own product serves for {left:.0f} s more"
+        note = f"the guard {trip[1]}: the framework's own product serves for {left:.0f} s more"
         return replace(decision, reason=f"{decision.reason}; {note}")
 
 
 def unguardable(problem: Problem, policy: Policy) -> list[Rejection]:
     """Return why a product cannot be watched as the policy wants, or []."""
-    if policy.guard.mode == "off" and not policy.guard.probe_every:
+    mode, every = policy.guard.mode, policy.guard.probe_every
+    if mode == "off" and not every:
         return []
     found = []
-    if problem.activation is not None:
+    if problem.activation is not None and (mode == "strict" or every):
         found.append(Rejection("activation", problem.activation, "none: probes see through no activation ([guard])"))
     if policy.error.metric not in ESTIMATED:
         found.append(Rejection("metric", policy.error.metric, f"one that probes estimate: {', '.join(ESTIMATED)}"))

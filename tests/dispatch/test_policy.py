@@ -133,7 +133,7 @@ BAD = {
     "tuning.memory_mb = true": "tuning.memory_mb = True: allowed: a whole number, 1 or more",
     "tuning.memory_mb = 0": "allowed: a whole number, 1 or more",
     "tuning.memory_mb = 1.5": "allowed: a whole number, 1 or more",
-    "guard.mode = 'async'": "guard.mode = 'async': allowed: off, strict",
+    "guard.mode = 'always'": "guard.mode = 'always': allowed: off, async, strict",
     "guard.probe_every = -1": "guard.probe_every = -1: allowed: a whole number, 0 or more",
     "guard.cool_down_s = -1": "guard.cool_down_s = -1",
     "backends.allow = ['']": "allowed: a string that is not empty",

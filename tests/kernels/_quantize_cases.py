@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from dispatch.kernels import triton_quantize, triton_quantize_columns, triton_quantize_many
+from dispatch.kernels import triton_quantize, triton_quantize_columns, triton_quantize_common, triton_quantize_many
 
 FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 POISON = 3e4  # in the source's parent, beside the view that is quantized
@@ -60,9 +60,18 @@ def _cut_for(route: str) -> Iterator[None]:
 
 
 def quantize(
-    x: torch.Tensor, fmt: torch.dtype, route: str, *, multiple: int = 1, e8m0: bool = False
+    x: torch.Tensor,
+    fmt: torch.dtype,
+    route: str,
+    *,
+    multiple: int = 1,
+    e8m0: bool = False,
+    guard: Sequence[torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return data and scales of x by one launcher, the output padded to `multiple` and filled with NaN bytes first."""
+    """Return data and scales of x by one launcher, the output padded to `multiple` and filled with NaN bytes first.
+
+    guard: its sums and trip.
+    """
     transposed = route in TRANSPOSED or route == "tensor_transposed"
     height, width = reversed(x.shape) if transposed else x.shape
     height, width = (-(-size // multiple) * multiple for size in (height, width))
@@ -73,21 +82,21 @@ def quantize(
         scale = torch.full((count,), 0xFF, dtype=torch.uint8, device=x.device)
     with _cut_for(route):
         if route == "rows":
-            triton_quantize.quantize_rows(x, out, scale)
+            triton_quantize.quantize_rows(x, out, scale, *guard)
         elif route.startswith("tensor"):
             partial = torch.full((triton_quantize.TENSOR_PARTIALS,), float("nan"), device=x.device)
-            triton_quantize.quantize_tensor(x, out, scale, partial, transposed=transposed)
+            triton_quantize.quantize_tensor(x, out, scale, partial, *guard, transposed=transposed)
         elif route.startswith("many"):
             other = torch.ones((20, 30), dtype=x.dtype, device=x.device)
             operands = [
                 triton_quantize_many.Operand(other, out.new_empty((32, 32)), scale.new_empty(32), True),
-                triton_quantize_many.Operand(x, out, scale, transposed),
+                triton_quantize_many.Operand(x, out, scale, transposed, *guard),
             ]
             triton_quantize_many.quantize_many(operands)
         else:
             size = triton_quantize_columns.columns_workspace(tuple(x.shape), (height, width))
             partial = torch.full((size,), float("nan"), device=x.device) if size else None
-            triton_quantize_columns.quantize_columns(x, out, scale, partial)
+            triton_quantize_columns.quantize_columns(x, out, scale, partial, *guard)
     return out, scale if not e8m0 else (scale.to(torch.int32) << 23).view(torch.float32)
 
 
@@ -164,9 +173,12 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
             for multiple, gap in ((1, 0), (16, 5)):
                 name = f"{route}-{rows}x{cols}-{str(dtype)[6:]}-{str(fmt)[6:]}-padded_to_{multiple}-gap_{gap}"
                 add(name, route, rows, cols, multiple, gap, dtype=dtype, fmt=fmt)
-    cases["rows-guard_sums"] = lambda: wrong_sums(
-        source(21, 200, exact_values(21, 200, torch.bfloat16, next(iter(FORMATS)), "rows", 3)), offset=37
-    )
+    for route, (rows, cols) in SUMMED.items():
+        cases[f"{route}-guard_sums"] = lambda route=route, rows=rows, cols=cols: wrong_sums(
+            route, normal(rows, cols), launches=(0, 1, 2)
+        )
+    for route, (rows, cols) in (("rows", (20, 100)), ("tensor", (40, 100)), ("many_transposed", (100, 20))):
+        cases[f"{route}-guard_trips"] = lambda route=route, rows=rows, cols=cols: wrong_trips(route, normal(rows, cols))
     for route in ROUTES:
         cases[f"{route}-zeros_nan_inf_tiny"] = lambda route=route: hostile_scales(route)
     return cases
@@ -193,23 +205,106 @@ def hostile_scales(route: str) -> list[str]:
     return complaints(x, torch.float8_e4m3fn, route, lambda *_: [], multiple=16)
 
 
-def wrong_sums(x: torch.Tensor, *, offset: int) -> list[str]:
-    """Return what is wrong with the guard's sums of the rows of x, 1 of 16 from `offset` on, in e4m3."""
-    rows, cols = x.shape
-    groups = triton_quantize.sampled_groups(rows)
-    out = torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, device=x.device)
-    sums = torch.full((2, groups), float("nan"), device=x.device)
-    moving = torch.tensor([offset], dtype=torch.int32, device=x.device)
-    triton_quantize.quantize_rows(x, out, scale, sums, moving)
-    sampled = (torch.arange(groups) * 16 + offset % 16).clamp_max(rows - 1).to(x.device)
-    scaled = x[sampled].double() / scale[sampled, None].double()
-    finite = scaled.isfinite()
-    error = torch.where(finite, scaled - out[sampled].double(), 0.0)
-    wanted = torch.stack([torch.where(finite, scaled, 0.0).square().sum(1), error.square().sum(1)])
-    if torch.allclose(sums.double(), wanted, rtol=1e-3, atol=1e-6):
-        return []
-    return [f"sums {sums.tolist()} should be {wanted.tolist()}"]
+SUMMED = {
+    "rows": (40, 200),
+    "columns": (200, 40),
+    "columns_two_launches": (256, 130),
+    "tensor": (270, 600),
+    "tensor_transposed": (130, 200),
+    "many": (40, 200),
+    "many_transposed": (200, 40),
+}
+"""Sizes for which each route has more tiles than one, but for few programs."""
+LIMITS = (0.5, 4.0, 2.0**-8)
+"""Of the guard in these cases: the limit of a row's ratio, the band, what rounding alone can make."""
+
+
+def normal(rows: int, cols: int) -> torch.Tensor:
+    """Return bfloat16 values, the same in each call."""
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).bfloat16()
+
+
+def guard_state(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the guard's sums and trip before the first launch."""
+    sums = torch.zeros(triton_quantize_common.sums_size(rows), device=device)
+    head = triton_quantize_common.sums_head(*LIMITS)
+    sums[: len(head)] = torch.tensor(head, device=device)
+    return sums, torch.zeros(2, device=device)
+
+
+def tile_rows(route: str, shape: tuple[int, int], out_shape: tuple[int, int]) -> int:
+    """Return of how many rows of the output one program keeps sums."""
+    with _cut_for(route):
+        if route == "rows":
+            return int(triton_quantize.rows_launch(shape, shape[1], out_shape).options.get("block_rows", 1))
+        if route.startswith("tensor"):
+            return 64 if route == "tensor_transposed" else 16
+        if route.startswith("many"):
+            made = triton_quantize_many.Source(shape, shape[1], out_shape, route == "many_transposed")
+            tile = triton_quantize_many.tile_of(made)
+            assert tile is not None
+            return tile[route == "many_transposed"]
+        return int(triton_quantize_columns.columns_launches(shape, shape[1], out_shape)[-1].options["block_cols"])
+
+
+def table(sums: torch.Tensor, launch: int, rows: int) -> torch.Tensor:
+    """Return the sums of a launch, (2, rows): squares and errors."""
+    capacity = rows // 16 + 128
+    start = 8 + launch % 3 * 2 * capacity
+    return sums[start : start + 2 * capacity].reshape(2, capacity)
+
+
+def expected_sums(
+    scaled: torch.Tensor, found: torch.Tensor, height: int, launch: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which entries of a table a launch fills, and with what: float64 (2, entries).
+
+    scaled: the values in units of their scales, (rows, k); found: what they were rounded to. height: rows of a tile.
+    """
+    tiles = torch.arange(-(-scaled.shape[0] // height))
+    tiles = tiles[tiles % 16 == launch % 16]
+    row = (tiles[:, None] * height + torch.arange(height)).flatten()
+    entry = (tiles[:, None] // 16 * height + torch.arange(height)).flatten()
+    present = row < scaled.shape[0]
+    row, entry = row[present].to(scaled.device), entry[present].to(scaled.device)
+    error = scaled[row].double() - found[row].double()
+    return entry, torch.stack([scaled[row].double().square().sum(1), error.square().sum(1)])
+
+
+def wrong_sums(route: str, x: torch.Tensor, *, launches: Sequence[int]) -> list[str]:
+    """Return what is wrong with the guard's sums after the launches from the first of `launches` on, in e4m3."""
+    turned = route in TRANSPOSED or route == "tensor_transposed"
+    shape, out_shape = tuple(x.shape), tuple(reversed(x.shape)) if turned else tuple(x.shape)
+    height = tile_rows(route, shape, out_shape)
+    sums, trip = guard_state(out_shape[0], x.device)
+    wrong = []
+    for launch in range(max(launches) + 1):
+        out, scale = quantize(x, torch.float8_e4m3fn, route, guard=(sums, trip))
+        if launch not in launches:
+            continue
+        scaled = (x.t() if turned else x).double() / scale.double().reshape(-1, 1)
+        entry, wanted = expected_sums(scaled, out, height, launch)
+        found = table(sums, launch, out_shape[0]).double()
+        rest = found.clone()
+        rest[:, entry] = 0.0
+        if not torch.allclose(found[:, entry], wanted, rtol=1e-3, atol=1e-6):
+            wrong.append(f"launch {launch}: sums {found[:, entry].tolist()} should be {wanted.tolist()}")
+        if rest.any():
+            wrong.append(f"launch {launch}: sums of rows that are not sampled: {rest.nonzero().tolist()}")
+    if trip.any():
+        wrong.append(f"tripped by {trip.tolist()}")
+    return wrong
+
+
+def wrong_trips(route: str, x: torch.Tensor) -> list[str]:
+    """Return what is wrong with when a row of Inf trips the guard: within 16 launches, and one that judges them."""
+    turned = route in TRANSPOSED or route == "tensor_transposed"
+    sums, trip = guard_state(x.shape[1] if turned else x.shape[0], x.device)
+    x = x.clone()
+    x[(3, -1) if turned else (-1, 3)] = float("inf")
+    for _ in range(17):
+        quantize(x, torch.float8_e4m3fn, route, guard=(sums, trip))
+    return [] if trip.tolist() == [1.0, float("inf")] else [f"trip is {trip.tolist()}"]
 
 
 if __name__ == "__main__":

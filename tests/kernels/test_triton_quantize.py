@@ -64,10 +64,15 @@ def _launch_all(dtype: Any, fmt: Any) -> None:
         x = torch.empty(rows, cols, dtype=dtype)
         for route in ("columns", "many_transposed") if rows <= 2048 else ("columns",):
             cases.quantize(x, fmt, route, multiple=16)
-    sums = torch.empty(2, 4)
-    for cols in (1000, 28672, 40000):
-        out, scale = torch.empty((64, cols), dtype=fmt), torch.empty(64)
-        triton_quantize.quantize_rows(torch.empty((64, cols), dtype=dtype), out, scale, sums, sums.int())
+
+
+def _launch_guarded(dtype: Any, fmt: Any) -> None:
+    guard = (torch.empty(1000), torch.empty(2))
+    for rows, cols in ((64, 1000), (64, 28672), (64, 40000)):
+        cases.quantize(torch.empty(rows, cols, dtype=dtype), fmt, "rows", guard=guard)
+    for route in cases.ROUTES[1:]:
+        for rows, cols in ((128, 256), (90, 1000)):
+            cases.quantize(torch.empty(rows, cols, dtype=dtype), fmt, route, guard=guard)
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
@@ -87,13 +92,28 @@ def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> 
         "scale_tensor_kernel",
     }
     for kernel in {id(kernel): kernel for kernel in built}.values():
-        ptx, name = kernel.asm["ptx"], kernel.metadata.name
-        conversions = set(re.findall(r"cvt\.rn\.satfinite\.(e[45]m[23]x2)\.f(?:32|16x2)", ptx))
-        assert len(conversions) == (0 if "amax" in name else 1), (name, conversions)
-        assert gpu.stack_bytes(kernel) == 0, name
-        assert not gpu.pairs_of_shifted_bytes(ptx), name
-        if capability >= 90 and "amax" not in name:
-            assert "e5m2x2.f32" in ptx or "e4m3x2.f32" in ptx, f"{name} rounds twice"
+        assert gpu.stack_bytes(kernel) == 0, kernel.metadata.name
+        _converts_in_hardware(kernel, capability)
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_compiles_with_the_guards_sums(capability: int) -> None:
+    with gpu.compiling(capability) as built:
+        for dtype, fmt in KINDS[::3] + KINDS[4:5] * (capability == 90):
+            _launch_guarded(dtype, fmt)
+    for kernel in {id(kernel): kernel for kernel in built}.values():
+        assert gpu.stack_bytes(kernel) <= 8, kernel.metadata.name  # ptxas keeps two registers there, and more programs
+        _converts_in_hardware(kernel, capability)
+        assert len(re.findall("atom[.a-z0-9]*add[.a-z]*64", kernel.asm["ptx"])) == ("amax" not in kernel.metadata.name)
+
+
+def _converts_in_hardware(kernel: Any, capability: int) -> None:
+    ptx, name = kernel.asm["ptx"], kernel.metadata.name
+    conversions = set(re.findall(r"cvt\.rn\.satfinite\.(e[45]m[23]x2)\.f(?:32|16x2)", ptx))
+    assert len(conversions) == (0 if "amax" in name else 1), (name, conversions)
+    assert not gpu.pairs_of_shifted_bytes(ptx), name
+    if capability >= 90 and "amax" not in name:
+        assert "e5m2x2.f32" in ptx or "e4m3x2.f32" in ptx, f"{name} rounds twice"
 
 
 def test_columns_need_a_workspace_only_where_they_are_too_long_to_keep() -> None:
@@ -192,12 +212,14 @@ def test_gpu_rounds_e8m0_scales_up_to_a_power_of_two(route: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "cols"), [(1, 100), (33, 1000), (100, 4096), (70, 28672), (20, 40000)])
-def test_gpu_sums_squares_and_errors_of_sampled_rows(rows: int, cols: int) -> None:
-    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).cuda().bfloat16()
-    x[-1, 3], x[-1, 4] = float("inf"), float("nan")
-    for offset in (0, 5, 31):
-        assert cases.wrong_sums(x, offset=offset) == []
+@pytest.mark.parametrize("route", cases.ROUTES)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 100), (33, 1000), (1000, 300), (300, 4096), (70, 28672), (2048, 2048)])
+def test_gpu_sums_squares_and_errors_of_sampled_tiles(route: str, rows: int, cols: int) -> None:
+    if (rows if route in cases.TRANSPOSED else cols) > cases.MANY_LIMITS.get(route, 1 << 30):
+        pytest.skip("too long for one launch with others")
+    x = cases.normal(rows, cols).cuda()
+    assert cases.wrong_sums(route, x, launches=(0, 1, 2, 5, 16, 31)) == []
+    assert cases.wrong_trips(route, x) == []
 
 
 @pytest.mark.gpu

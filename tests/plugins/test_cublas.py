@@ -290,8 +290,9 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> _Torch:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from dispatch.plugins import _cublas_torch
 
-    def launch(source: Any, data: Any, scale: Any, *, by_row: bool, transposed: bool) -> None:
+    def launch(source: Any, data: Any, scale: Any, sums: Any, trip: Any, *, by_row: bool, transposed: bool) -> None:
         assert source.stride(1) == 1
+        assert sums is trip is None
         rows = source.t() if transposed else source
         fmt = "e4m3" if data.dtype is torch.float8_e4m3fn else "e5m2"
         scaled = quantize(rows, f"{fmt}:{'row' if by_row else 'tensor'}")

@@ -1,0 +1,107 @@
+"""The guard's sums of operands that Triton quantizes in torch: on the device, and a trip in host memory that it writes.
+
+Nothing is copied or waited for: the kernel that quantizes judges the sums of its launch before, and what leaves the
+band is stored to pinned memory, which the guard reads as it reads any number. See `kernels.triton_quantize_common`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from threading import Lock
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from dispatch.kernels.triton_quantize_common import sums_head, sums_size
+from torch import Tensor
+
+from dispatch import ScalingRecipe, Watch, watch
+
+PAGE = 1024
+"""Trips that are allocated at once: pinned memory comes in pages of the system."""
+SPAN = 4
+"""Float32 values from one trip to the next: 16 bytes, as kernels expect of addresses."""
+
+_capturing = torch.cuda.is_current_stream_capturing
+_captured: set[Sums] = set()
+"""What captured graphs write to: they may be replayed at any time, so it is never freed."""
+
+
+class Trips:
+    """Trips in pinned memory, from pages that are never freed: a launch may be under way when its plan is dropped."""
+
+    _free: ClassVar[list[Tensor]] = []
+    _lock: ClassVar[Lock] = Lock()
+
+    @classmethod
+    def take(cls, device: torch.device) -> Tensor:
+        """Return a trip, float32 (2) of zeros, that `device` can write."""
+        with cls._lock:
+            if not cls._free:
+                page = torch.zeros(PAGE * SPAN, pin_memory=device.type == "cuda")
+                cls._free += [page[i : i + 2] for i in range(0, PAGE * SPAN, SPAN)]
+            return cls._free.pop()
+
+    @classmethod
+    def give(cls, trip: Tensor) -> None:
+        """Take a trip back that no plan listens to any more."""
+        trip.zero_()
+        with cls._lock:
+            cls._free.append(trip)
+
+
+class Guarded(NamedTuple):
+    """What a quantizer's launch is given for the guard, and both addresses."""
+
+    sums: Tensor
+    trip: Tensor
+    addresses: tuple[int, int]
+
+
+class Sums:
+    """The guard's sums of one operand of a plan: one for each of its quantizer's layouts and each stream.
+
+    On one stream launches are in order, as they must be to count. Graphs share one that is made beside the first.
+    """
+
+    def __init__(self, watch: Watch, side: str, recipe: ScalingRecipe, k: int, rows: int, device: torch.device) -> None:
+        self.watch, self.rows, self.device = watch, rows, device
+        self.head = sums_head(*watch.bounds(side, recipe, k))
+        with torch.inference_mode(False):
+            self.trip = Trips.take(device)
+        watch.listen(side, memoryview(self.trip.numpy()))  # type: ignore[arg-type] # of float32, it gives floats
+        weakref.finalize(self, Trips.give, self.trip)
+        self._made: dict[tuple[Hashable, int | None], Guarded] = {}
+
+    def on(self, layout: Hashable, stream: int) -> Guarded | None:
+        """Return the sums for a launch on `stream`, by this layout of the operand.
+
+        None during a capture that no call of the same layout came before: nothing is allocated then.
+        """
+        if stream and _capturing():  # CUDA captures no default stream
+            _captured.add(self)
+            return self._made.get((layout, None))
+        found = self._made.get((layout, stream))
+        if found is None:
+            self._made.setdefault((layout, None), self._new())
+            found = self._made[layout, stream] = self._new()
+        return found
+
+    def _new(self) -> Guarded:
+        with torch.inference_mode(False):
+            sums = torch.zeros(sums_size(self.rows), device=self.device)
+            sums[: len(self.head)] = torch.tensor(self.head, device=self.device)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # once: another stream may be the first to use it
+        return Guarded(sums, self.trip, (sums.data_ptr(), self.trip.data_ptr()))
+
+
+def sums_of(side: str, recipe: ScalingRecipe, k: int, rows: int, device: Any) -> Sums | None:
+    """Return the guard's sums of an operand of the plan that is being made, or None where it wants none.
+
+    rows: of the quantizer's output. None too during a capture.
+    """
+    wanted = watch()
+    if wanted is None or (torch.cuda.is_available() and _capturing()):
+        return None
+    return Sums(wanted, side, recipe, k, rows, torch.device(device))

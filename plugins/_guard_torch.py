@@ -69,7 +69,7 @@ class Sums:
         self.head = sums_head(*watch.bounds(side, recipe, k))
         with torch.inference_mode(False):
             self.trip = Trips.take(device)
-        watch.listen(side, memoryview(self.trip.numpy()))  # type: ignore[arg-type] # of float32, it gives floats
+        watch.listen(side, memoryview(self.trip.numpy()))
         weakref.finalize(self, Trips.give, self.trip)
         self._made: dict[tuple[Hashable, int | None], Guarded] = {}
 

@@ -1,4 +1,4 @@
-"""The guard's sums in torch's plans: on the CPU what launches are given, on a GPU that trips come, and without a wait."""
+"""The guard's sums in torch's plans: on a CPU what launches are given, on a GPU that trips come, without a wait."""
 
 from __future__ import annotations
 

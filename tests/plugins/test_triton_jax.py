@@ -94,7 +94,7 @@ class Emulated:
 
 
 def _quantizing(source: launches.Source) -> Any:
-    form, dtype, slots, transposed, stride = source
+    form, dtype, slots, transposed, stride, _ = source
     assert stride == (form.rows if transposed else form.k)
 
     def kernel(arrays: Any) -> list[Any]:

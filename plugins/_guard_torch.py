@@ -15,7 +15,7 @@ import torch
 from dispatch.kernels.triton_quantize_common import sums_head, sums_size
 from torch import Tensor
 
-from dispatch import ScalingRecipe, Watch, watch
+from dispatch import ScalingRecipe, Watch, framework, watch
 
 PAGE = 1024
 """Trips that are allocated at once: pinned memory comes in pages of the system."""
@@ -88,12 +88,15 @@ class Sums:
         return found
 
     def _new(self) -> Guarded:
-        with torch.inference_mode(False):
-            sums = torch.zeros(sums_size(self.rows), device=self.device)
-            sums[: len(self.head)] = torch.tensor(self.head, device=self.device)
+        sums: Tensor = framework("torch").isolated(self._zeros)
+        return Guarded(sums, self.trip, (sums.data_ptr(), self.trip.data_ptr()))
+
+    def _zeros(self) -> Tensor:
+        sums = torch.zeros(sums_size(self.rows), device=self.device)
+        sums[: len(self.head)] = torch.tensor(self.head, device=self.device)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # once: another stream may be the first to use it
-        return Guarded(sums, self.trip, (sums.data_ptr(), self.trip.data_ptr()))
+        return sums
 
 
 def sums_of(side: str, recipe: ScalingRecipe, k: int, rows: int, device: Any) -> Sums | None:

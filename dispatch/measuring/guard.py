@@ -107,7 +107,7 @@ class Guard:
                 self._watches.add(watch)
 
         def watched(*operands: Any) -> Any:
-            trip = self._trips.get(key)
+            trip = self._trips.get(key) if self._trips else None  # to hash a problem takes microseconds
             if trip is not None:
                 if self._clock() >= trip[0]:
                     self._cooled(key)

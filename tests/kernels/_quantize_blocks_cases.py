@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from dispatch.kernels import triton_quantize_blocks
+from dispatch.kernels import triton_quantize_blocks, triton_quantize_common
 
 from dispatch import ScalingRecipe, quantize
 
@@ -120,6 +121,40 @@ def hostile_values(dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
+def wrong_sums(name: str, device: str, *, transposed: bool, launches: Sequence[int]) -> list[str]:
+    """Return what is wrong with the guard's sums of normal values after some launches of one quantizer."""
+    recipe, rows, k = recipe_of(name, torch.float8_e4m3fn), 300, 200
+    values = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    block = recipe.block(rows, k)
+    tiles = triton_quantize_blocks.TRANSPOSED_TILE[::-1] if transposed else triton_quantize_blocks.TILES[block]
+    tile = max(1, tiles[0] // block[0]) * block[0]
+    sums = torch.zeros(triton_quantize_common.sums_size(rows), device=device)
+    head = triton_quantize_common.sums_head(0.5, 4.0, 2.0**-8)
+    sums[: len(head)] = torch.tensor(head, device=device)
+    trip = torch.zeros(2, device=device)
+    capacity, wrong = (len(sums) - 8) // 6, []
+    for launch in range(max(launches) + 1):
+        x = values.t().contiguous() if transposed else values
+        out = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=device)
+        scale = torch.empty(-(-rows // block[0]), -(-k // block[1]), device=device)
+        triton_quantize_blocks.quantize_blocks(x, out, scale, block, sums, trip, transposed=transposed)
+        if launch not in launches:
+            continue
+        spread = scale.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :k]
+        scaled = values.double() / spread
+        wanted = torch.zeros(2, capacity, dtype=torch.float64, device=device)
+        for first in range(launch % 16 * tile, rows, 16 * tile):
+            part = slice(first, min(first + tile, rows))
+            place = slice(first // (16 * tile) * tile, first // (16 * tile) * tile + part.stop - first)
+            wanted[0, place] = scaled[part].square().sum(1)
+            wanted[1, place] = (scaled - out.double())[part].square().sum(1)
+        start = 8 + launch % 3 * 2 * capacity
+        found = sums[start : start + 2 * capacity].reshape(2, capacity).double()
+        if not torch.allclose(found, wanted, rtol=2e-3, atol=1e-5):
+            wrong.append(f"launch {launch}: {found.tolist()} should be {wanted.tolist()}")
+    return wrong + ([f"tripped by {trip.tolist()}"] if trip.any() else [])
+
+
 def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
     """Return small cases that the interpreter's FP8 cast is right for, by name."""
     cases: dict[str, Callable[[], list[str]]] = {}
@@ -152,6 +187,10 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
             return complaints(values, recipe, lambda *_: [], transposed=True, multiple=(16, 128))
 
         cases[f"{recipe}-zeros_nan_inf_tiny"] = hostile
+    for name in ("1x128", "128x128"):
+        for transposed in (False, True):
+            case = partial(wrong_sums, name, "cpu", transposed=transposed, launches=(0, 1, 2))
+            cases[f"{name}-guard_sums-{'transposed' if transposed else 'k_major'}"] = case
     return cases
 
 

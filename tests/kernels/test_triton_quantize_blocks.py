@@ -115,3 +115,10 @@ def test_gpu_keeps_nan_and_inf_and_ignores_them_in_amax(name: str, transposed: b
     values = cases.hostile_values(dtype).cuda()
     recipe = cases.recipe_of(name, fmt)
     assert cases.complaints(values, recipe, _rounded, transposed=transposed, multiple=(16, 128)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["1x128", "128x128", "64x64", "32x32", "1x32"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gpu_sums_squares_and_errors_of_sampled_tiles(name: str, transposed: bool) -> None:
+    assert cases.wrong_sums(name, "cuda", transposed=transposed, launches=(0, 1, 2, 5, 16)) == []

@@ -85,9 +85,9 @@ def quantize_blocks_kernel(
         if row_tile % SAMPLE == launch % SAMPLE:
             value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
             square, error = squares_of(value, inverse[:, None, :, None], out)
-            place, errors = place_of(sums, launch, row_tile, down * height, out_rows)
-            tl.atomic_add(place, tl.sum(tl.sum(square, 3), 2).reshape(down * height), sem="relaxed")
-            tl.atomic_add(place + errors, tl.sum(tl.sum(error, 3), 2).reshape(down * height), sem="relaxed")
+            kept, errors = place_of(sums, launch, row_tile, down * height, out_rows)
+            tl.atomic_add(kept, tl.sum(tl.sum(square, 3), 2).reshape(down * height), sem="relaxed")
+            tl.atomic_add(kept + errors, tl.sum(tl.sum(error, 3), 2).reshape(down * height), sem="relaxed")
 
 
 @triton.jit
@@ -146,9 +146,9 @@ def transpose_blocks_kernel(
             square, error = square + more_square, error + more_error
             more_square, more_error = squares_of(fourth, inverse, out)
             square, error = square + more_square, error + more_error
-            place, errors = place_of(sums, launch, tile_col, across * width, out_rows)
-            tl.atomic_add(place, tl.sum(square, 0), sem="relaxed")
-            tl.atomic_add(place + errors, tl.sum(error, 0), sem="relaxed")
+            kept, errors = place_of(sums, launch, tile_col, across * width, out_rows)
+            tl.atomic_add(kept, tl.sum(square, 0), sem="relaxed")
+            tl.atomic_add(kept + errors, tl.sum(error, 0), sem="relaxed")
 
 
 def blocks_launch(

@@ -95,6 +95,22 @@ def _rounded(found: Any, scaled: Any, fmt: Any) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (64, 64), (32, 32), (1, 32)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiles_with_the_guards_sums(block: tuple[int, int], transposed: bool) -> None:
+    from dispatch.kernels.triton_quantize_blocks import quantize_blocks
+
+    shape = (512, 256)
+    x = torch.empty(shape[::-1] if transposed else shape, dtype=torch.bfloat16)
+    out = torch.empty(shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    with gpu.compiling(90) as built:
+        quantize_blocks(x, out, scale, block, torch.empty(1000), torch.empty(2), transposed=transposed)
+    (kernel,) = built
+    assert gpu.stack_bytes(kernel) <= 8  # ptxas keeps two registers there, and more programs
+    assert not gpu.pairs_of_shifted_bytes(kernel.asm["ptx"])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", cases.RECIPES)
 @pytest.mark.parametrize("transposed", [False, True])

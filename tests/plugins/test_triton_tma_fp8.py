@@ -351,13 +351,18 @@ WRITES = re.compile(r"\b(?:st\.global|atom\.global|red\.global)\S*")
 @pytest.mark.triton
 @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS, "e5m2:32x32"])
 @pytest.mark.parametrize("strides", [(8192, 1), (1, 300), (1, 8192)])
-def test_what_runs_beside_its_predecessor_waits_before_it_touches_memory(recipe: str, strides: tuple[int, int]) -> None:
+@pytest.mark.parametrize("guarded", [False, True])
+def test_what_runs_beside_its_predecessor_waits_before_it_touches_memory(
+    guarded: bool, recipe: str, strides: tuple[int, int]
+) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     from dispatch.plugins import _triton_launches as launches
 
     form = launches.form_of(RecipePair.parse(recipe).a, 300, 4096 if 8192 in strides else 300)
-    sources = [launches.source(form, "bfloat16", slots, strides) for slots in (launches.OF_A, launches.OF_B)]
+    sources = [
+        launches.source(form, "bfloat16", slots, strides, guarded=guarded) for slots in (launches.OF_A, launches.OF_B)
+    ]
     steps, _ = launches.quantizing(sources[0], dependent=True)
     joint = launches.quantizing_both(sources, dependent=True)
     with _compiler().compiling(90):

@@ -70,7 +70,7 @@ class Sums:
         with torch.inference_mode(False):
             self.trip = Trips.take(device)
         watch.listen(side, memoryview(self.trip.numpy()))
-        weakref.finalize(self, Trips.give, self.trip)
+        weakref.finalize(self, Trips.give, self.trip).atexit = False
         self._made: dict[tuple[Hashable, int | None], Guarded] = {}
 
     def on(self, layout: Hashable, stream: int) -> Guarded | None:

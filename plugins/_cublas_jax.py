@@ -72,11 +72,20 @@ def _encode_array(recipe: ScalingRecipe, axis: int, arch: str, x: Array) -> Enco
     Triton's make one pass of a (m, k), and transpose b (k, n) on the way.
     """
     if quantizes_from_jax(arch):
-        from dispatch.plugins._triton_jax import encode
+        from dispatch.plugins._quantize_jax import encode
 
         return Encoded(*encode(x, recipe, axis, arch))
     matrix, scale = _encode_by_xla(recipe, x if axis == -1 else x.mT)
     return Encoded(matrix, scale)
+
+
+def _encode_both(problem: Problem, a: Array, b: Array) -> list[Encoded]:
+    """Return both operands quantized by Triton's kernels, small ones in one launch."""
+    from dispatch.plugins._quantize_jax import encode_arrays
+
+    assert problem.recipe is not None
+    made = encode_arrays([(a, problem.recipe.a, -1), (b, problem.recipe.b, -2)], problem.arch)
+    return [Encoded(*x) for x in made]
 
 
 def _encode_by_xla(recipe: ScalingRecipe, rows: Array) -> tuple[Array, Array]:
@@ -122,8 +131,12 @@ def plan(problem: Problem) -> Plan:
 
     multiply = mx_dot if problem.recipe.a.granularity == "1x32" else dot
 
+    plain = all(not (x.prepared or x.encoded or x.dtype in FP8_DTYPES) for x in (problem.a, problem.b))
+    together = plain and problem.recipe.a.granularity != "1x32" and quantizes_from_jax(problem.arch)
+
     def product(a: Any, b: Any, bias: Array | None = None) -> Array:
-        return room.epilogue(multiply(encode_a(a), encode_b(b)), problem, bias)
+        left, right = _encode_both(problem, a, b) if together else (encode_a(a), encode_b(b))
+        return room.epilogue(multiply(left, right), problem, bias)
 
     compiled: Plan = jax.jit(product)
     return compiled

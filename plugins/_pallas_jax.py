@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
-from dispatch.kernels import pallas_blackwell_gemm, pallas_fp8_gemm, pallas_triton_gemm
+from dispatch.kernels import pallas_blackwell_gemm, pallas_fp8_gemm
 from dispatch.kernels.pallas_common import padded, up
-from dispatch.kernels.pallas_quantize import quantize
 from dispatch.plugins import _pallas_configs as names
+from dispatch.plugins._fp8 import quantizes_from_jax
 
-from dispatch import Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
+from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
+from dispatch import quantize as quantize_by_xla
 
 Array = Any
 MULTIPLES = {-1: (8, 128), -2: (64, 128)}
 """What rows and k of an operand are padded to, by its contraction axis: Mosaic's tilings must divide them."""
+SPARE = 512
+"""Scales by row have room for whole tiles of the largest cluster, or a kernel of its own would put them there."""
 _CLUSTERS = {"": "", "2x1": "m", "1x2": "n"}
 
 
@@ -30,17 +33,45 @@ class Encoded(NamedTuple):
     scale: Array
 
 
-def encode(x: Any, recipe: ScalingRecipe, axis: int, *, interpret: bool) -> Encoded:
+def encode(x: Any, recipe: ScalingRecipe, axis: int, arch: str) -> Encoded:
     """Return one matrix, an array, raw FP8 (its scale is one) or a ScaledArray, as the kernels take it."""
-    multiple = MULTIPLES[axis]
     if isinstance(x, ScaledArray):
-        return _encode_scaled(x, recipe, multiple)
+        return _encode_scaled(x, recipe, MULTIPLES[axis])
     if x.dtype.itemsize == 1:
-        return Encoded(_fitted(x if axis == -1 else x.T, multiple), jnp.ones(1, jnp.float32))
-    transposed, dtype = axis == -2, recipe.storage_dtype
-    return Encoded(
-        *quantize(x, dtype, recipe.granularity, transposed=transposed, multiple=multiple, interpret=interpret)
-    )
+        return Encoded(_fitted(x if axis == -1 else x.T, MULTIPLES[axis]), jnp.ones(1, jnp.float32))
+    return encode_arrays([(x, recipe, axis)], arch)[0]
+
+
+def encode_arrays(operands: Sequence[tuple[Array, ScalingRecipe, int]], arch: str) -> list[Encoded]:
+    """Return one or two matrices quantized, each given with its recipe and contraction axis, for an arch.
+
+    By Triton where it can be launched from JAX, small ones in one launch; else by Pallas's own Triton lowering, and by
+    XLA where JAX has that no more. On a CPU Pallas's kernels are interpreted.
+    """
+    multiples = [MULTIPLES[axis] for *_, axis in operands]
+    if not quantizes_from_jax(arch):
+        return [_by_pallas(*operand, interpret=arch.startswith("cpu")) for operand in operands]
+    from dispatch.plugins import _quantize_jax as by_triton
+
+    made = by_triton.encode_arrays(operands, arch, multiples, SPARE)
+    laid = zip(made, operands, strict=True)
+    return [Encoded(matrix, _scales(scale, recipe)) for (matrix, scale), (_, recipe, _) in laid]
+
+
+def _scales(scale: Array, recipe: ScalingRecipe) -> Array:
+    """Return the scales that Triton's kernels write as `gemm` takes them."""
+    if recipe.granularity in ("row", "tensor"):
+        return scale.reshape(-1)
+    return scale.T if recipe.granularity == "1x128" else scale
+
+
+def _by_pallas(x: Array, recipe: ScalingRecipe, axis: int, *, interpret: bool) -> Encoded:
+    try:
+        from dispatch.kernels.pallas_quantize import quantize
+    except ImportError:
+        return _encode_scaled(quantize_by_xla(x, recipe, axis=axis), recipe, MULTIPLES[axis])
+    laid: dict[str, Any] = {"transposed": axis == -2, "multiple": MULTIPLES[axis], "interpret": interpret}
+    return Encoded(*quantize(x, recipe.storage_dtype, recipe.granularity, **laid))
 
 
 def _fitted(rows: Array, multiple: tuple[int, int]) -> Array:
@@ -61,20 +92,20 @@ def _encode_scaled(x: ScaledArray, recipe: ScalingRecipe, multiple: tuple[int, i
 
 def prepared(x: Array, recipe: ScalingRecipe, axis: int) -> Encoded:
     """Return a matrix quantized once."""
-    traced = isinstance(x, jax.core.Tracer)
-    platform = jax.default_backend() if traced else next(iter(x.devices())).platform
-    made: Encoded = _encoding(recipe, axis, platform == "cpu")(x)
+    made: Encoded = _encoding(recipe, axis, str(framework("jax").arch(x)))(x)
     return made
 
 
 @cache
-def _encoding(recipe: ScalingRecipe, axis: int, interpret: bool) -> Any:
-    return jax.jit(partial(encode, recipe=recipe, axis=axis, interpret=interpret))
+def _encoding(recipe: ScalingRecipe, axis: int, arch: str) -> Any:
+    return jax.jit(partial(encode, recipe=recipe, axis=axis, arch=arch))
 
 
 def _tile(config: names.Config) -> Any:
     """Return the kernel's own form of a config."""
     if config.schedule == names.POINTERS:
+        from dispatch.kernels import pallas_triton_gemm
+
         return pallas_triton_gemm.Config(config.block_m, config.block_n, config.block_k, config.stages)
     if config.schedule == names.TENSOR_MEMORY:
         return pallas_blackwell_gemm.Config(
@@ -106,6 +137,8 @@ def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:
     """Return the GEMM, called with both operands, their scales and the bias, out_dtype= and activation=."""
     options: dict[str, Any] = {"config": _tile(config), "interpret": problem.device.startswith("cpu")}
     if config.schedule == names.POINTERS:
+        from dispatch.kernels import pallas_triton_gemm
+
         return partial(pallas_triton_gemm.gemm, **options, blocks=names.in_blocks(problem))
     programs = getattr(jax.devices()[0], "core_count", None)
     if programs is not None and problem.device.startswith("cuda"):
@@ -116,12 +149,25 @@ def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:
     return partial(pallas_fp8_gemm.gemm, **options)
 
 
-def _encoder(problem: Problem, operand: Operand, side: str) -> Callable[[Any], Encoded]:
-    if operand.prepared:
-        return lambda x: x
-    axis = -1 if side == "a" else -2
-    recipe = getattr(problem.recipe, side)
-    return partial(encode, recipe=recipe, axis=axis, interpret=problem.device.startswith("cpu"))
+def _encoder(problem: Problem) -> Callable[[Any, Any], Sequence[Encoded]]:
+    """Return what makes both operands ready for the kernel; those that are arrays are quantized together."""
+    assert problem.recipe is not None
+    arch = "cpu" if problem.device.startswith("cpu") else problem.arch
+    recipes = problem.recipe.a, problem.recipe.b
+    own = [_plain(operand) for operand in (problem.a, problem.b)]
+
+    def encoder(a: Any, b: Any) -> Sequence[Encoded]:
+        if all(own):
+            return encode_arrays([(a, recipes[0], -1), (b, recipes[1], -2)], arch)
+        given = (problem.a, a, recipes[0], -1), (problem.b, b, recipes[1], -2)
+        return [x if operand.prepared else encode(x, recipe, axis, arch) for operand, x, recipe, axis in given]
+
+    return encoder
+
+
+def _plain(operand: Operand) -> bool:
+    """Return whether an operand is an array that a call quantizes."""
+    return not operand.prepared and operand.recipe is None and operand.dtype not in FP8_DTYPES
 
 
 def plan(problem: Problem, config: names.Config) -> Plan:
@@ -162,10 +208,10 @@ def _mapped(problem: Problem, matrices: Callable[..., Array]) -> Callable[..., A
 def _matrices(problem: Problem, config: names.Config) -> Callable[..., Array]:
     """Return the product of a (m, k) and b (k, n), of any m, with a bias that broadcasts to it."""
     room, kernel, n = framework("jax"), _kernel(problem, config), problem.n
-    encode_a, encode_b = _encoder(problem, problem.a, "a"), _encoder(problem, problem.b, "b")
+    encoder = _encoder(problem)
 
     def product(a: Any, b: Any, bias: Array | None = None) -> Array:
-        left, right = encode_a(a), encode_b(b)
+        left, right = encoder(a, b)
         m = problem.m if problem.a.prepared else a.shape[0]
         of_column = None if bias is None or math.prod(bias.shape[:-1]) != 1 else _of_column(bias, n)
         fused = bias is None or of_column is not None

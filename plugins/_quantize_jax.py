@@ -95,17 +95,23 @@ def encode(x: Any, recipe: ScalingRecipe, axis: int, arch: str) -> Encoded:
 
 
 def encode_arrays(
-    operands: Sequence[tuple[Array, ScalingRecipe, int]], arch: str, multiples: Sequence[tuple[int, int]] = ()
+    operands: Sequence[tuple[Array, ScalingRecipe, int]],
+    arch: str,
+    multiples: Sequence[tuple[int, int]] = (),
+    spare: int = 1,
 ) -> list[Encoded]:
     """Return one or two arrays quantized, each given with its recipe and axis as to `encode`.
 
-    multiples: of each, what rows and k are padded to with zeros: (1, 16) where it is left out.
+    multiples: of each, what rows and k are padded to with zeros: (1, 16) where it is left out. spare: scales by row
+    have room for a multiple of so many rows; what is in the room beyond the padded rows is not set.
     """
     sources, given = [], []
     for index, (x, recipe, axis) in enumerate(operands):
         array, transposed = lying(x, axis)
         rows, k = array.shape[::-1] if transposed else array.shape
         form = launches.form_of(recipe, rows, k, *multiples[index : index + 1])
+        if recipe.granularity == "row":
+            form = form._replace(scale=(-(-form.padded_rows // spare) * spare, 1))
         sources.append(launches.contiguous(form, x.dtype.name, (OF_A, OF_B)[index], transposed=transposed))
         given.append(array)
     return Quantizer(sources, arch)(*given)

@@ -43,8 +43,9 @@ class Step(NamedTuple):
 class Form(NamedTuple):
     """How one operand is laid out; rows are those of a, columns of b, of all batch entries.
 
-    padded_rows, padded_k: with the zeros after them; k is whole 16 bytes at least. scale: extents (row blocks, k blocks), float32 or e8m0; along_rows: stored the other way
-    round, with rows padded to whole 16 bytes, as TMA loads those of 1x128.
+    padded_rows, padded_k: with the zeros after them; k is whole 16 bytes at least. scale: extents (row blocks, k
+    blocks), float32 or e8m0; along_rows: stored the other way round, with rows padded to whole 16 bytes, as TMA loads
+    those of 1x128.
     """
 
     recipe: ScalingRecipe

@@ -6,17 +6,15 @@ one without TMA by Pallas's Triton lowering: those are lowered and interpreted i
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
-import re
 import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from dispatch.plugins import _pallas_configs as names
-from dispatch.plugins._fp8 import operand_rejections
+from dispatch.plugins._fp8 import operand_rejections, version_of
 
 from dispatch import Capability, Plan, Problem, RecipePair, Rejection, ScalingRecipe, closest, hookimpl
 
@@ -109,29 +107,19 @@ class PallasBackend:
 
 
 def _jax_rejections(problem: Problem) -> list[Rejection]:
-    version = _jax_version()
-    if version is None:
+    version = version_of("jax")
+    if not version:
         return [Rejection("jax", "not installed", "jax >= 0.10.2: pip install gemm-dispatch[jax]")]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    if numbers < LEAST_JAX:
-        return [Rejection("jax", version, "jax >= 0.10.2")]
+    text = ".".join(map(str, version))
+    if version < LEAST_JAX:
+        return [Rejection("jax", text, "jax >= 0.10.2")]
     found = []
     pair = problem.recipe
-    if pair is not None and pair.a.dtype != pair.b.dtype and numbers < LEAST_JAX_MIXED:
-        found.append(Rejection("jax", version, "jax >= 0.11 to multiply e4m3 by e5m2"))
+    if pair is not None and pair.a.dtype != pair.b.dtype and version < LEAST_JAX_MIXED:
+        found.append(Rejection("jax", text, "jax >= 0.11 to multiply e4m3 by e5m2"))
     if not _has_absl():
         found.append(Rejection("absl-py", "not installed", "absl-py, which Pallas imports: pip install absl-py"))
     return found
-
-
-@cache
-def _jax_version() -> str | None:
-    if "jax" in sys.modules and not sys.modules["jax"]:  # blocked on purpose
-        return None
-    try:
-        return importlib.metadata.version("jax")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @cache

@@ -34,7 +34,7 @@ ARCHS |= {"sm121": True, "sm990": False, "cpu-avx512": False}
 @pytest.fixture(autouse=True)
 def current_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rejections speak of the problem: environments without JAX run these tests too."""
-    monkeypatch.setattr(pallas_fp8, "_jax_version", lambda: "0.11.2")
+    monkeypatch.setattr(pallas_fp8, "version_of", lambda package: (0, 11, 2))
     monkeypatch.setattr(pallas_fp8, "_has_absl", lambda: True)
 
 
@@ -113,18 +113,18 @@ class TestRejections:
     @pytest.mark.parametrize(
         ("version", "recipe", "said"),
         [
-            (None, ROW, "jax is not installed"),
-            ("0.9.2", ROW, "jax is 0.9.2; needs jax >= 0.10.2"),
-            ("0.10.1", ROW, "jax is 0.10.1; needs jax >= 0.10.2"),
-            ("0.10.2", MIXED, "jax is 0.10.2; needs jax >= 0.11 to multiply e4m3 by e5m2"),
-            ("0.10.2", ROW, ""),
-            ("0.11.0.dev20260801", MIXED, ""),
+            ((), ROW, "jax is not installed"),
+            ((0, 9, 2), ROW, "jax is 0.9.2; needs jax >= 0.10.2"),
+            ((0, 10, 1), ROW, "jax is 0.10.1; needs jax >= 0.10.2"),
+            ((0, 10, 2), MIXED, "jax is 0.10.2; needs jax >= 0.11 to multiply e4m3 by e5m2"),
+            ((0, 10, 2), ROW, ""),
+            ((0, 11, 0), MIXED, ""),
         ],
     )
     def test_of_jax_it_needs_a_version(
-        self, version: str | None, recipe: str, said: str, monkeypatch: pytest.MonkeyPatch
+        self, version: tuple[int, ...], recipe: str, said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(pallas_fp8, "_jax_version", lambda: version)
+        monkeypatch.setattr(pallas_fp8, "version_of", lambda package: version)
         assert reasons(problem(recipe)).startswith(said)
         assert (reasons(problem(recipe)) == "") == (said == "")
 
@@ -136,13 +136,11 @@ class TestRejections:
         monkeypatch.undo()
         for name in ("jax", "absl"):
             monkeypatch.setitem(sys.modules, name, None)
-        for asked in (pallas_fp8._jax_version, pallas_fp8._has_absl):
-            asked.cache_clear()
+        pallas_fp8._has_absl.cache_clear()
         try:
-            assert pallas_fp8._jax_version() is None
+            assert "jax is not installed" in reasons(problem())
             assert not pallas_fp8._has_absl()
         finally:
-            pallas_fp8._jax_version.cache_clear()
             pallas_fp8._has_absl.cache_clear()
 
     def test_the_registry_lists_it(self) -> None:
@@ -208,7 +206,6 @@ LOWERED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.usefixtures("described_gpu")
 @pytest.mark.parametrize("arch", ["sm89", "sm90", "sm100"])
 @pytest.mark.parametrize("recipe", [TENSOR, ROW, BLOCKS])
@@ -226,7 +223,7 @@ def test_plans_lower_without_a_gpu(facts: dict[str, Any], recipe: str, arch: str
     pair = asked.recipe
     assert pair is not None
     if asked.b.prepared:
-        b = jax.eval_shape(lambda x: jax_plans.encode(x, pair.b, -2, interpret=False), b)
+        b = jax.eval_shape(lambda x: jax_plans.encode(x, pair.b, -2, asked.arch), b)
     bias = [jax.ShapeDtypeStruct((asked.n,), asked.bias)] if asked.bias else []
     for config in BACKEND.configs(asked):
         lowered = jax.jit(BACKEND.plan(asked, config)).trace(a, b, *bias).lower(lowering_platforms=("cuda",))
@@ -237,7 +234,6 @@ def test_plans_lower_without_a_gpu(facts: dict[str, Any], recipe: str, arch: str
         assert (out.shape, str(out.dtype)) == ((*asked.batch, asked.m, asked.n), asked.out_dtype)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.usefixtures("described_gpu")
 def test_rows_that_are_mapped_over_become_rows_of_one_product() -> None:
     import jax
@@ -253,6 +249,33 @@ def test_rows_that_are_mapped_over_become_rows_of_one_product() -> None:
 
 def _relative(found: Any, wanted: Any) -> float:
     return float(np.linalg.norm(found - wanted) / max(float(np.linalg.norm(wanted)), 1e-300))
+
+
+def _as_multiplied(x: Any, recipe: ScalingRecipe, axis: int) -> Any:
+    """Return what an operand stands for, in float64, by the codes that the backend makes of it.
+
+    Triton's quantizers multiply by 1/scale where the reference divides: values in the middle between two codes may take
+    the other one, and of bfloat16 values some lie there.
+    """
+    if isinstance(x, ScaledArray):
+        return np.asarray(x.dequantize("float32"), np.float64)
+    if x.dtype.itemsize == 1:
+        return np.asarray(x, np.float64)
+    reference = np.asarray(quantize(np.asarray(x), recipe, axis=axis).dequantize("float32"), np.float64)
+    if x.ndim > 2:
+        return reference
+    made = BACKEND.prepare(x, recipe, axis=axis)
+    rows, k = x.shape if axis == -1 else x.shape[::-1]
+    scale = np.asarray(made.scale, np.float64)
+    if recipe.granularity == "row":
+        scale = scale[:rows, None]
+    elif scale.ndim == 2:
+        down, across = recipe.block(rows, k)
+        scale = scale.repeat(down, 0)[:rows].repeat(across, 1)[:, :k]
+    found = np.asarray(made.matrix, np.float64)[:rows, :k] * scale
+    found = found if axis == -1 else found.T
+    assert _relative(found, reference) < 0.02
+    return found
 
 
 class Products:
@@ -273,9 +296,7 @@ class Products:
             fact = Operand(x.dtype, recipe=x.recipe) if scaled else room.operand(x)
             operands.append(dataclasses.replace(fact, prepared=name in prepare))
             given.append(BACKEND.prepare(x, side, axis=axis) if name in prepare else x)
-            raw = not scaled and x.dtype.itemsize == 1
-            whole = x if scaled or raw else quantize(np.asarray(x), side, axis=axis)
-            decoded.append(np.asarray(x if raw else whole.dequantize("float32"), np.float64))
+            decoded.append(_as_multiplied(x, side, axis))
         asked = problem(
             recipe,
             m=a.shape[-2],
@@ -396,6 +417,110 @@ class Products:
                 assert _relative(np.asarray(found, np.float64), np.asarray(native, np.float64)) < 5e-3
 
 
+class Quantizers:
+    """Stands for Triton's quantizers, by the reference's rules; what room is left for scales holds NaN."""
+
+    made: list[Any]
+
+    def __init__(self, sources: Any, arch: str) -> None:
+        self.sources = sources
+        self.made.append(self)
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        import jax.numpy as jnp
+        from dispatch.plugins import _quantize_jax as quantizing
+
+        found = []
+        for source, x in zip(self.sources, operands, strict=True):
+            form = source.form
+            assert (x.shape, x.dtype.name) == (source.shape, source.dtype)
+            made = quantize(x.T if source.transposed else x, form.recipe)
+            gaps = (form.padded_rows - form.rows, form.padded_k - form.k)
+            data = jnp.pad(made.data, [(0, gap) for gap in gaps])
+            scale, tall = made.scale, form.scale[0]
+            if form.recipe.granularity != "tensor":
+                scale = jnp.pad(scale, ((0, tall - scale.shape[0]), (0, 0)), constant_values=float("nan"))
+                padding = jnp.arange(tall)[:, None] >= form.rows
+                scale = jnp.where(padding & (jnp.arange(tall)[:, None] < form.padded_rows), 1.0, scale)
+            scale = scale.T if form.along_rows else scale
+            assert scale.shape == form.stored_scale
+            found.append(quantizing.Encoded(data, scale))
+        return found
+
+
+class TestByTritonsQuantizers(Products):
+    """Where Triton can be launched from JAX its kernels quantize, both operands in one launch."""
+
+    @pytest.fixture(autouse=True)
+    def launched_by_triton(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        usable_jax()
+        pytest.importorskip("triton", reason="Triton is not installed")
+        from dispatch.plugins import _pallas_jax, _quantize_jax
+
+        Quantizers.made = []
+        monkeypatch.setattr(_pallas_jax, "quantizes_from_jax", lambda arch: True)
+        monkeypatch.setattr(_quantize_jax, "Quantizer", Quantizers)
+        _pallas_jax._encoding.cache_clear()
+        yield
+        _pallas_jax._encoding.cache_clear()
+
+    def test_both_operands_are_quantized_together_and_a_prepared_one_not_again(self) -> None:
+        a, b = self.normal(32, 144), self.normal(144, 48, seed=1)
+        self.check(a, b, ROW)
+        assert [len(x.sources) for x in Quantizers.made] == [2]
+        self.check(a, b, ROW, prepare="b")
+        assert [len(x.sources) for x in Quantizers.made] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+@pytest.mark.parametrize("size", [(16, 512, 1040), (4096, 4096, 4096), (8192, 8192, 8192)])
+def test_the_quantizers_compile_with_the_padding_that_mosaic_wants(
+    size: tuple[int, int, int], recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jax = usable_jax()
+    if not getattr(pytest.importorskip("triton"), "__version__", "").startswith("3.6."):
+        pytest.skip("launches from JAX are made with Triton 3.6")
+    from types import SimpleNamespace
+
+    from dispatch.plugins import _pallas_jax, _quantize_jax
+
+    compiled: list[Any] = []
+
+    def bind(kernel: Any, grid: Any, arguments: Any, options: Any, *, results: Any, **_: Any) -> Any:
+        compiled.append(_quantize_jax.launching_jax._compile(kernel, arguments, options, 90)[0])
+        return SimpleNamespace(
+            results=results,
+            run=lambda arrays, shapes: [jax.numpy.zeros(shapes[x].shape, shapes[x].dtype) for x in results],
+        )
+
+    monkeypatch.setattr(_pallas_jax, "quantizes_from_jax", lambda arch: True)
+    monkeypatch.setattr(_quantize_jax.launching_jax, "bind", bind)
+    m, n, k = size
+    pair = RecipePair.parse(recipe)
+
+    def both(a: Any, b: Any) -> Any:
+        return _pallas_jax.encode_arrays([(a, pair.a, -1), (b, pair.b, -2)], "sm90")
+
+    left, right = jax.eval_shape(both, *(jax.ShapeDtypeStruct(x, "bfloat16") for x in ((m, k), (k, n))))
+    assert left.matrix.shape == (m, -(-k // 128) * 128)
+    assert right.matrix.shape == (n, left.matrix.shape[1])
+    assert len(compiled) == (1 if recipe == ROW and k <= 2048 else {ROW: 3, TENSOR: 4, BLOCKS: 2}[recipe])
+    assert all("sm_90" in made.asm["ptx"] for made in compiled)
+
+
+@pytest.mark.usefixtures("described_gpu")
+def test_where_jax_has_no_triton_lowering_xla_quantizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    monkeypatch.setitem(sys.modules, "dispatch.kernels.pallas_quantize", None)
+    a, b = jax.ShapeDtypeStruct((200, 520), "bfloat16"), jax.ShapeDtypeStruct((520, 300), "bfloat16")
+    for recipe in (ROW, TENSOR, BLOCKS):
+        plan = BACKEND.plan(problem(recipe, m=200, n=300, k=520))
+        text = jax.jit(plan).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text
+        assert "triton" not in text
+
+
 class TestInterpreted(Products):
     @pytest.fixture(autouse=True)
     def jax_that_fits(self) -> None:
@@ -416,7 +541,6 @@ def test_plans_for_hopper_and_blackwell_interpreted() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 class TestGpu(Products):
     device = "cuda:0"
 

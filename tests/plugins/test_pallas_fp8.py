@@ -466,9 +466,11 @@ class TestByTritonsQuantizers(Products):
 
     def test_both_operands_are_quantized_together_and_a_prepared_one_not_again(self) -> None:
         a, b = self.normal(32, 144), self.normal(144, 48, seed=1)
-        self.check(a, b, ROW)
+        facts: dict[str, Any] = {"m": 32, "n": 48, "k": 144, "arch": self.arch, "device": self.device}
+        BACKEND.plan(problem(ROW, **facts))(a, b)
         assert [len(x.sources) for x in Quantizers.made] == [2]
-        self.check(a, b, ROW, prepare="b")
+        made = BACKEND.prepare(b, ScalingRecipe.parse(ROW), axis=-2)
+        BACKEND.plan(problem(ROW, **facts, b=Operand("bfloat16", prepared=True)))(a, made)
         assert [len(x.sources) for x in Quantizers.made] == [2, 1, 1]
 
 

@@ -133,6 +133,12 @@ HOPPER = {
     "bfloat16": replace(
         BIG, config=replace(COOPERATIVE, block_k=64), dtypes=(BF16, BF16), scales="none", activation="silu"
     ),
+    "bfloat16 across": replace(
+        BIG, config=replace(COOPERATIVE, block_k=64, cluster="m"), dtypes=(BF16, BF16), scales="none", across=True
+    ),
+    "bfloat16 across, odd": replace(
+        BIG, config=replace(FLAT, block_k=64), m=70, n=1041, k=333, dtypes=(BF16, BF16), scales="none", across=True
+    ),
     "float16": replace(BIG, config=replace(PINGPONG, block_k=64), dtypes=(F16, F16), scales="none", out=F16),
     "promoted": replace(BIG, config=PROMOTED, promoted=True, bias=BF16, activation="relu"),
     "block scales": replace(BIG, config=BLOCKS, scales="block"),
@@ -240,6 +246,8 @@ def test_refuses_what_is_no_product() -> None:
         hopper.gemm(a, b.T, config=COOPERATIVE)
     with pytest.raises(ValueError, match="cannot multiply float32"):
         hopper.gemm(a.astype(F32), b.astype(F32), config=COOPERATIVE)
+    with pytest.raises(ValueError, match="cannot multiply float8_e4m3fn"):
+        hopper.gemm(a, b.T, config=COOPERATIVE, across=True)
     with pytest.raises(ValueError, match="come together"):
         hopper.gemm(a, b, ones(8), config=COOPERATIVE)
     with pytest.raises(ValueError, match="are needed"):

@@ -120,6 +120,7 @@ def _tile(config: names.Config) -> Any:
         cluster=_CLUSTERS[config.cluster],
         minor=config.minor,
         group=config.group,
+        chain=config.chain,
     )
 
 
@@ -130,7 +131,8 @@ def complaint(problem: Problem, config: names.Config) -> str:
         return str(tile.complaint(blocks=blocks))
     if config.schedule == names.TENSOR_MEMORY:
         return str(tile.complaint(1))
-    return str(tile.complaint(1, jnp.dtype(problem.out_dtype).itemsize, blocks=blocks))
+    size = 1 if problem.recipe is not None else jnp.dtype(problem.a.dtype).itemsize
+    return str(tile.complaint(size, jnp.dtype(problem.out_dtype).itemsize, blocks=blocks))
 
 
 def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:
@@ -146,12 +148,17 @@ def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:
     if config.schedule == names.TENSOR_MEMORY:
         return partial(pallas_blackwell_gemm.gemm, **options)
     options |= {"promoted": problem.accumulation == "promoted", "blocks": names.in_blocks(problem)}
+    options["across"] = problem.recipe is None
     return partial(pallas_fp8_gemm.gemm, **options)
 
 
 def _encoder(problem: Problem) -> Callable[[Any, Any], Sequence[Encoded]]:
-    """Return what makes both operands ready for the kernel; those that are arrays are quantized together."""
-    assert problem.recipe is not None
+    """Return what makes both operands ready for the kernel; those that are arrays are quantized together.
+
+    Without a recipe they are ready as they are, b as (k, n).
+    """
+    if problem.recipe is None:
+        return lambda a, b: (Encoded(a, None), Encoded(b, None))
     arch = "cpu" if problem.device.startswith("cpu") else problem.arch
     recipes = problem.recipe.a, problem.recipe.b
     own = [_plain(operand) for operand in (problem.a, problem.b)]
@@ -182,8 +189,8 @@ def _mapped(problem: Problem, matrices: Callable[..., Array]) -> Callable[..., A
 
     Where more is mapped over, or a scale is for all rows of one a, products are run one after the other.
     """
-    assert problem.recipe is not None
-    alike = problem.a.prepared or problem.a.encoded or problem.recipe.a.granularity == "tensor"
+    pair = problem.recipe
+    alike = pair is not None and (problem.a.prepared or problem.a.encoded or pair.a.granularity == "tensor")
     product = jax.custom_batching.custom_vmap(matrices)
 
     @product.def_vmap  # type: ignore[untyped-decorator]
@@ -212,12 +219,13 @@ def _matrices(problem: Problem, config: names.Config) -> Callable[..., Array]:
 
     def product(a: Any, b: Any, bias: Array | None = None) -> Array:
         left, right = encoder(a, b)
-        m = problem.m if problem.a.prepared else a.shape[0]
+        m = problem.m if problem.a.prepared and problem.recipe is not None else a.shape[0]
         of_column = None if bias is None or math.prod(bias.shape[:-1]) != 1 else _of_column(bias, n)
         fused = bias is None or of_column is not None
+        columns = n if problem.recipe is None else right.matrix.shape[0]
         out = kernel(
             *(left.matrix, right.matrix, left.scale, right.scale),
-            None if of_column is None else padded(of_column, right.matrix.shape[0]),
+            None if of_column is None else padded(of_column, columns),
             out_dtype=problem.out_dtype if fused else jnp.float32,
             activation=problem.activation if fused else None,
         )

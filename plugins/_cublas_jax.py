@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from dispatch.plugins._fp8 import quantizes_from_jax
+from dispatch.plugins._fp8 import lying, quantizes_from_jax
 
 from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScalingRecipe, framework, quantize
 
@@ -79,12 +79,13 @@ def _encode_array(recipe: ScalingRecipe, axis: int, arch: str, x: Array) -> Enco
     return Encoded(matrix, scale)
 
 
-def _encode_both(problem: Problem, a: Array, b: Array) -> list[Encoded]:
-    """Return both operands quantized by Triton's kernels, small ones in one launch."""
+def _encode_both(problem: Problem, arrays: tuple[Array, Array], lies: tuple[int, int]) -> list[Encoded]:
+    """Return both operands quantized by Triton's kernels, small ones in one launch; lies: their contracted axes."""
     from dispatch.plugins._quantize_jax import encode_arrays
 
     assert problem.recipe is not None
-    made = encode_arrays([(a, problem.recipe.a, -1), (b, problem.recipe.b, -2)], problem.arch)
+    recipes = (problem.recipe.a, problem.recipe.b)
+    made = encode_arrays(list(zip(arrays, recipes, lies, strict=True)), problem.arch)
     return [Encoded(*x) for x in made]
 
 
@@ -134,9 +135,14 @@ def plan(problem: Problem) -> Plan:
     plain = all(not (x.prepared or x.encoded or x.dtype in FP8_DTYPES) for x in (problem.a, problem.b))
     together = plain and problem.recipe.a.granularity != "1x32" and quantizes_from_jax(problem.arch)
 
-    def product(a: Any, b: Any, bias: Array | None = None) -> Array:
-        left, right = _encode_both(problem, a, b) if together else (encode_a(a), encode_b(b))
+    def product(a: Any, b: Any, bias: Array | None = None, *, lies: tuple[int, int]) -> Array:
+        left, right = _encode_both(problem, (a, b), lies) if together else (encode_a(a), encode_b(b))
         return room.epilogue(multiply(left, right), problem, bias)
 
-    compiled: Plan = jax.jit(product)
-    return compiled
+    compiled: Plan = jax.jit(product, static_argnames="lies")
+
+    def served(a: Any, b: Any, bias: Array | None = None) -> Array:
+        (left, of_a), (right, of_b) = (lying(a, -1), lying(b, -2)) if together else ((a, -1), (b, -2))
+        return compiled(left, right, bias, lies=(of_a, of_b))
+
+    return served

@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import sys
 from functools import cache
+from typing import Any
 
 from dispatch import FORMATS, FP8_DTYPES, Operand, Rejection, ScalingRecipe
 
@@ -45,3 +46,16 @@ def quantizes_from_jax(arch: str) -> bool:
     jax = sys.modules.get("jax")
     able = arch in ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121") and version_of("triton")[:2] == JAX_TRITON
     return able and jax is not None and jax.default_backend() == "gpu"
+
+
+def lying(x: Any, axis: int) -> tuple[Any, int]:
+    """Return a JAX matrix as it lies in memory, and which of its axes is contracted there.
+
+    What the traced program transposes for the product alone, as derivatives do, is not to be copied for it: it is read
+    as it was before. `parent`, the equation that made a tracer, is JAX's own affair (0.10 and 0.11 have it).
+    """
+    made = getattr(x, "parent", None)
+    if made is None or getattr(getattr(made, "primitive", None), "name", "") != "transpose":
+        return x, axis
+    turned = getattr(x, "ndim", 0) == 2 and tuple(made.params["permutation"]) == (1, 0)
+    return (made.in_tracers[0], -3 - axis) if turned else (x, axis)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dispatch.kernels import pallas_blackwell_gemm, pallas_fp8_gemm
 from dispatch.kernels.pallas_common import padded, up
 from dispatch.plugins import _pallas_configs as names
-from dispatch.plugins._fp8 import quantizes_from_jax
+from dispatch.plugins._fp8 import lying, quantizes_from_jax
 
 from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
 from dispatch import quantize as quantize_by_xla
@@ -23,6 +23,8 @@ MULTIPLES = {-1: (8, 128), -2: (64, 128)}
 """What rows and k of an operand are padded to, by its contraction axis: Mosaic's tilings must divide them."""
 SPARE = 512
 """Scales by row have room for whole tiles of the largest cluster, or a kernel of its own would put them there."""
+AS_GIVEN = (-1, -2)
+"""The contracted axes of a and b."""
 _CLUSTERS = {"": "", "2x1": "m", "1x2": "n"}
 
 
@@ -39,23 +41,26 @@ def encode(x: Any, recipe: ScalingRecipe, axis: int, arch: str) -> Encoded:
         return _encode_scaled(x, recipe, MULTIPLES[axis])
     if x.dtype.itemsize == 1:
         return Encoded(_fitted(x if axis == -1 else x.T, MULTIPLES[axis]), jnp.ones(1, jnp.float32))
-    return encode_arrays([(x, recipe, axis)], arch)[0]
+    return encode_arrays([(x, recipe, axis, axis)], arch)[0]
 
 
-def encode_arrays(operands: Sequence[tuple[Array, ScalingRecipe, int]], arch: str) -> list[Encoded]:
-    """Return one or two matrices quantized, each given with its recipe and contraction axis, for an arch.
+def encode_arrays(operands: Sequence[tuple[Array, ScalingRecipe, int, int]], arch: str) -> list[Encoded]:
+    """Return one or two matrices quantized, for an arch.
+
+    operands: of each the array, its recipe, and the contracted axis, in the product (-1 for a, -2 for b) and in the
+    array, which is another where that is a transposed operand.
 
     By Triton where it can be launched from JAX, small ones in one launch; else by Pallas's own Triton lowering, and by
     XLA where JAX has that no more. On a CPU Pallas's kernels are interpreted.
     """
-    multiples = [MULTIPLES[axis] for *_, axis in operands]
+    multiples = [MULTIPLES[axis] for _, _, axis, _ in operands]
     if not quantizes_from_jax(arch):
         return [_by_pallas(*operand, interpret=arch.startswith("cpu")) for operand in operands]
     from dispatch.plugins import _quantize_jax as by_triton
 
-    made = by_triton.encode_arrays(operands, arch, multiples, SPARE)
+    made = by_triton.encode_arrays([(x, recipe, lies) for x, recipe, _, lies in operands], arch, multiples, SPARE)
     laid = zip(made, operands, strict=True)
-    return [Encoded(matrix, _scales(scale, recipe)) for (matrix, scale), (_, recipe, _) in laid]
+    return [Encoded(matrix, _scales(scale, recipe)) for (matrix, scale), (_, recipe, _, _) in laid]
 
 
 def _scales(scale: Array, recipe: ScalingRecipe) -> Array:
@@ -65,12 +70,12 @@ def _scales(scale: Array, recipe: ScalingRecipe) -> Array:
     return scale.T if recipe.granularity == "1x128" else scale
 
 
-def _by_pallas(x: Array, recipe: ScalingRecipe, axis: int, *, interpret: bool) -> Encoded:
+def _by_pallas(x: Array, recipe: ScalingRecipe, axis: int, lies: int, *, interpret: bool) -> Encoded:
     try:
         from dispatch.kernels.pallas_quantize import quantize
     except ImportError:
-        return _encode_scaled(quantize_by_xla(x, recipe, axis=axis), recipe, MULTIPLES[axis])
-    laid: dict[str, Any] = {"transposed": axis == -2, "multiple": MULTIPLES[axis], "interpret": interpret}
+        return _encode_scaled(quantize_by_xla(x, recipe, axis=lies), recipe, MULTIPLES[axis])
+    laid: dict[str, Any] = {"transposed": lies == -2, "multiple": MULTIPLES[axis], "interpret": interpret}
     return Encoded(*quantize(x, recipe.storage_dtype, recipe.granularity, **laid))
 
 
@@ -152,22 +157,26 @@ def _kernel(problem: Problem, config: names.Config) -> Callable[..., Array]:
     return partial(pallas_fp8_gemm.gemm, **options)
 
 
-def _encoder(problem: Problem) -> Callable[[Any, Any], Sequence[Encoded]]:
+def _encoder(problem: Problem) -> Callable[[Any, Any, tuple[int, int]], Sequence[Encoded]]:
     """Return what makes both operands ready for the kernel; those that are arrays are quantized together.
 
     Without a recipe they are ready as they are, b as (k, n).
     """
     if problem.recipe is None:
-        return lambda a, b: (Encoded(a, None), Encoded(b, None))
+        return lambda a, b, lies: (Encoded(a, None), Encoded(b, None))
     arch = "cpu" if problem.device.startswith("cpu") else problem.arch
     recipes = problem.recipe.a, problem.recipe.b
     own = [_plain(operand) for operand in (problem.a, problem.b)]
 
-    def encoder(a: Any, b: Any) -> Sequence[Encoded]:
+    def encoder(a: Any, b: Any, lies: tuple[int, int]) -> Sequence[Encoded]:
+        given = (a, recipes[0], -1, lies[0]), (b, recipes[1], -2, lies[1])
         if all(own):
-            return encode_arrays([(a, recipes[0], -1), (b, recipes[1], -2)], arch)
-        given = (problem.a, a, recipes[0], -1), (problem.b, b, recipes[1], -2)
-        return [x if operand.prepared else encode(x, recipe, axis, arch) for operand, x, recipe, axis in given]
+            return encode_arrays(given, arch)
+        found = []
+        for operand, plain, (x, recipe, axis, lie) in zip((problem.a, problem.b), own, given, strict=True):
+            made = encode_arrays([(x, recipe, axis, lie)], arch)[0] if plain else x
+            found.append(made if plain or operand.prepared else encode(x, recipe, axis, arch))
+        return found
 
     return encoder
 
@@ -178,25 +187,40 @@ def _plain(operand: Operand) -> bool:
 
 
 def plan(problem: Problem, config: names.Config) -> Plan:
-    """Return a jitted callable."""
+    """Return a jitted callable. A matrix that the program transposes is quantized from where it lies."""
     matrices = _matrices(problem, config)
-    compiled: Plan = jax.jit(_batched(problem, matrices) if problem.batch else _mapped(problem, matrices))
-    return compiled
+    if problem.batch:
+        batched: Plan = jax.jit(_batched(problem, partial(matrices, lies=AS_GIVEN)))
+        return batched
+    ways = {AS_GIVEN: jax.jit(_mapped(problem, matrices, AS_GIVEN))}
+    movable = [problem.recipe is not None and _plain(operand) for operand in (problem.a, problem.b)]
+
+    def product(a: Any, b: Any, bias: Array | None = None) -> Array:
+        left = lying(a, -1) if movable[0] else (a, -1)
+        right = lying(b, -2) if movable[1] else (b, -2)
+        lies = left[1], right[1]
+        if lies not in ways:
+            ways[lies] = jax.jit(_mapped(problem, matrices, lies))
+        out: Array = ways[lies](left[0], right[0], bias)
+        return out
+
+    return product
 
 
-def _mapped(problem: Problem, matrices: Callable[..., Array]) -> Callable[..., Array]:
+def _mapped(problem: Problem, matrices: Callable[..., Array], lies: tuple[int, int]) -> Callable[..., Array]:
     """Return the product with a rule for vmap: rows of a that is mapped over are rows of one product.
 
     Where more is mapped over, or a scale is for all rows of one a, products are run one after the other.
     """
     pair = problem.recipe
     alike = pair is not None and (problem.a.prepared or problem.a.encoded or pair.a.granularity == "tensor")
-    product = jax.custom_batching.custom_vmap(matrices)
+    folds = not alike and lies[0] == -1
+    product = jax.custom_batching.custom_vmap(partial(matrices, lies=lies))
 
     @product.def_vmap  # type: ignore[untyped-decorator]
     def rule(size: int, mapped: Any, a: Any, b: Any, bias: Array | None) -> tuple[Array, bool]:
         flags = jax.tree.leaves(mapped)
-        if not alike and flags[0] and not any(flags[1:]) and (bias is None or math.prod(bias.shape[:-1]) == 1):
+        if folds and flags[0] and not any(flags[1:]) and (bias is None or math.prod(bias.shape[:-1]) == 1):
             out = product(a.reshape(-1, a.shape[-1]), b, bias)
             return out.reshape(size, -1, out.shape[-1]), True
         leaves, tree = jax.tree.flatten((a, b, bias))
@@ -213,13 +237,16 @@ def _mapped(problem: Problem, matrices: Callable[..., Array]) -> Callable[..., A
 
 
 def _matrices(problem: Problem, config: names.Config) -> Callable[..., Array]:
-    """Return the product of a (m, k) and b (k, n), of any m, with a bias that broadcasts to it."""
+    """Return the product of a (m, k) and b (k, n), of any m, with a bias that broadcasts to it.
+
+    lies: the contracted axes of the arrays that stand for them.
+    """
     room, kernel, n = framework("jax"), _kernel(problem, config), problem.n
     encoder = _encoder(problem)
 
-    def product(a: Any, b: Any, bias: Array | None = None) -> Array:
-        left, right = encoder(a, b)
-        m = problem.m if problem.a.prepared and problem.recipe is not None else a.shape[0]
+    def product(a: Any, b: Any, bias: Array | None = None, *, lies: tuple[int, int]) -> Array:
+        left, right = encoder(a, b, lies)
+        m = problem.m if problem.a.prepared and problem.recipe is not None else a.shape[-3 - lies[0]]
         of_column = None if bias is None or math.prod(bias.shape[:-1]) != 1 else _of_column(bias, n)
         fused = bias is None or of_column is not None
         columns = n if problem.recipe is None else right.matrix.shape[0]

@@ -17,27 +17,34 @@ from dispatch.kernels.launching_jax import Bound
 from dispatch.plugins import _quantize_jax as quantizing
 from dispatch.plugins import _triton_configs as names
 from dispatch.plugins import _triton_launches as launches
+from dispatch.plugins._fp8 import lying
 from dispatch.plugins._quantize_jax import Encoded, Quantizer, bind
 from dispatch.plugins._triton_launches import OF_A, OF_B, Source
 
-from dispatch import FP8_DTYPES, Plan, Problem, framework
+from dispatch import FP8_DTYPES, Operand, Plan, Problem, framework
 
 Array = Any
+AS_GIVEN = (-1, -2)
+"""The contracted axes of a (m, k) and b (k, n)."""
 
 
 class _Side:
-    """One operand of a product: whether a call quantizes it, and into which form."""
+    """One operand of a product: whether a call quantizes it, and into which form.
 
-    def __init__(self, problem: Problem, axis: int) -> None:
+    axis: the contracted one in the product; lies: in the array that is given, other where that is transposed.
+    """
+
+    def __init__(self, problem: Problem, axis: int, lies: int) -> None:
         assert problem.recipe is not None
         operand, outer = (problem.a, problem.m) if axis == -1 else (problem.b, problem.n)
         self.operand, self.axis, self.batch, self.arch = operand, axis, problem.batch, problem.arch
+        self.lies = lies
         self.recipe = problem.recipe.a if axis == -1 else problem.recipe.b
         self.slots = OF_A if axis == -1 else OF_B
         self.quantizes = not operand.prepared and operand.recipe is None and operand.dtype not in FP8_DTYPES
         self.count = launches.entries(problem, operand)
         self.form = launches.form_of(self.recipe, self.count * outer, problem.k)
-        self.transposed = axis == -2 and self.count == 1
+        self.transposed = lies == -2 and self.count == 1
 
     def lying(self) -> Source:
         """Return it as a quantizer is to read it."""
@@ -47,7 +54,7 @@ class _Side:
         """Return an array as its quantizer reads it, once for each entry that the kernel sees."""
         if self.count != math.prod(self.operand.batch):
             x = jnp.broadcast_to(x, (*self.batch, *x.shape[-2:]))
-        return quantizing.lying(x, self.axis)[0]
+        return quantizing.lying(x, self.lies)[0]
 
     def encoded(self, x: Any) -> Encoded:
         """Return what `prepare` made, or make it of raw FP8 or a ScaledArray."""
@@ -56,12 +63,15 @@ class _Side:
 
 
 class ScaledProduct:
-    """One problem with a recipe, by one config; everything that it launches is compiled when it is made."""
+    """One problem with a recipe, by one config; everything that it launches is compiled when it is made.
 
-    def __init__(self, problem: Problem, config: names.Config) -> None:
+    lies: the contracted axes of the arrays that are given.
+    """
+
+    def __init__(self, problem: Problem, config: names.Config, lies: tuple[int, int] = AS_GIVEN) -> None:
         self.problem, self.config = problem, config
         self.room = framework("jax")
-        self.left, self.right = _Side(problem, -1), _Side(problem, -2)
+        self.left, self.right = _Side(problem, -1, lies[0]), _Side(problem, -2, lies[1])
         self.fuses = launches.fuses(problem)
         self._own = self._bound(problem.out_dtype, problem.bias, problem.activation) if self.fuses else self._wide()
         self._quantized = [side for side in (self.left, self.right) if side.quantizes]
@@ -116,16 +126,38 @@ def multiprocessors(problem: Problem) -> int:
 
 
 def plan(problem: Problem, config: names.Config) -> Plan:
-    """Return a jitted callable that quantizes what is not quantized, multiplies, and adds bias and activation."""
-    product = jax.custom_batching.custom_vmap(ScaledProduct(problem, config).__call__)
+    """Return a callable that quantizes what is not quantized, multiplies, and adds bias and activation, jitted.
+
+    An operand that the program transposes is quantized from where it lies; for that a further product is made.
+    """
+    ways = {AS_GIVEN: _product(problem, config, AS_GIVEN)}
+
+    def product(a: Any, b: Any, bias: Array | None = None) -> Array:
+        left = lying(a, -1) if _movable(problem.a) else (a, -1)
+        right = lying(b, -2) if _movable(problem.b) else (b, -2)
+        lies = left[1], right[1]
+        if lies not in ways:
+            ways[lies] = _product(problem, config, lies)
+        out: Array = ways[lies](left[0], right[0], bias)
+        return out
+
+    return product
+
+
+def _movable(operand: Operand) -> bool:
+    """Return whether an operand is a matrix that a call quantizes."""
+    return not (operand.prepared or operand.encoded or operand.batch)
+
+
+def _product(problem: Problem, config: names.Config, lies: tuple[int, int]) -> Any:
+    product = jax.custom_batching.custom_vmap(ScaledProduct(problem, config, lies).__call__)
 
     @product.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, in_batched: list[Any], *operands: Any) -> Any:
-        found = _batched(problem, size, in_batched, operands)
+        found = _batched(problem, size, in_batched, operands) if lies == AS_GIVEN else None
         return found if found is not None else (_looped(product, in_batched, operands), True)
 
-    compiled: Plan = jax.jit(product)
-    return compiled
+    return jax.jit(product)
 
 
 def _batched(problem: Problem, size: int, in_batched: list[Any], operands: tuple[Any, ...]) -> Any:

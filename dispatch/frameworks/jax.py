@@ -351,6 +351,8 @@ def _differentiable(plan: Plan, forms: Forms | None, native: Plan) -> Plan:
     compiled = jax.jit(run_jvp)
 
     def product(*operands: Any) -> Any:
+        if forms is None and standing.lowering.get():
+            return plan(*operands)  # differentiated and mapped already; the plan may see how operands lie
         if forms is None:
             return compiled(operands, ())
         arrays = tuple(getattr(x, "array", x) for x in operands)

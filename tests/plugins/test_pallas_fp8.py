@@ -497,6 +497,19 @@ class TestByTritonsQuantizers(Products):
         yield
         _pallas_jax._encoding.cache_clear()
 
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+    def test_what_the_program_transposes_is_quantized_from_where_it_lies(self, recipe: str) -> None:
+        import jax
+
+        a, b = self.normal(32, 144), self.normal(144, 48, seed=1)
+        plan = BACKEND.plan(problem(recipe, m=32, n=48, k=144, arch=self.arch, device=self.device))
+        turned = jax.jit(lambda x, y: plan(x.T, y.T))
+        assert (turned(a.T, b.T) == plan(a, b)).all()
+        assert [[x.transposed for x in made.sources] for made in Quantizers.made] == [[True, False], [False, True]]
+        many = jax.vmap(turned, (0, None))(jax.numpy.stack([a.T, -a.T]), b.T)
+        assert (many[0] == plan(a, b)).all()
+        assert (many[1] == -plan(a, b)).all()
+
     def test_both_operands_are_quantized_together_and_a_prepared_one_not_again(self) -> None:
         a, b = self.normal(32, 144), self.normal(144, 48, seed=1)
         facts: dict[str, Any] = {"m": 32, "n": 48, "k": 144, "arch": self.arch, "device": self.device}
@@ -534,7 +547,7 @@ def test_the_quantizers_compile_with_the_padding_that_mosaic_wants(
     pair = RecipePair.parse(recipe)
 
     def both(a: Any, b: Any) -> Any:
-        return _pallas_jax.encode_arrays([(a, pair.a, -1), (b, pair.b, -2)], "sm90")
+        return _pallas_jax.encode_arrays([(a, pair.a, -1, -1), (b, pair.b, -2, -2)], "sm90")
 
     left, right = jax.eval_shape(both, *(jax.ShapeDtypeStruct(x, "bfloat16") for x in ((m, k), (k, n))))
     assert left.matrix.shape == (m, -(-k // 128) * 128)

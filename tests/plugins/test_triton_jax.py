@@ -232,6 +232,22 @@ class TestEmulated:
         looped = self.plan(TENSOR, a[0], b[0])
         assert "scan" in str(jax.make_jaxpr(jax.vmap(looped))(a, b)), "scales of a tensor belong to one entry"
 
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS, "e4m3:64x64"])
+    def test_what_the_program_transposes_is_quantized_from_where_it_lies(self, recipe: str) -> None:
+        a, b, bias = normal(0, 30, 200), normal(1, 200, 33), normal(2, 33)
+        plan, wanted = self.plan(recipe, a, b, bias="bfloat16"), exact(recipe, a, b) + wide(bias)
+
+        def product(x: Any, y: Any, bias: Any) -> Any:
+            return plan(x.T, y.T, bias)
+
+        traced = jax.jit(product).trace(a.T, b.T, bias)
+        assert error(jax.jit(product)(a.T, b.T, bias), wanted) < 6e-3
+        inner = next(x for x in traced.jaxpr.eqns if x.primitive.name in ("jit", "pjit"))
+        assert list(inner.invars[:2]) == list(traced.jaxpr.jaxpr.invars[:2]), "neither is transposed before"
+        many = jax.vmap(jax.jit(product), (0, None, None))(jnp.stack([a.T, -a.T]), b.T, bias)
+        assert error(many[0], wanted) < 6e-3
+        assert error(many[1], 2 * wide(bias) - wanted) < 6e-3
+
     def test_nested_vmap_and_scan(self) -> None:
         a, b = normal(0, 2, 3, 5, 40), normal(1, 2, 3, 40, 7)
         plan = self.plan(ROW, a[0, 0], b[0, 0])

@@ -653,6 +653,15 @@ class TestJaxGpu(JaxProducts):
         assert jax.default_backend() == "gpu", "run gpu tests on a machine with a GPU"
 
     @pytest.mark.parametrize("recipe", [TENSOR, ROW])
+    def test_what_the_program_transposes_is_quantized_from_where_it_lies(self, recipe: str) -> None:
+        import jax
+
+        a, b = self.normal(64, 144), self.normal(144, 48, seed=1)
+        plan = BACKEND.plan(problem(recipe, m=64, n=48, k=144, framework="jax"))
+        turned = jax.jit(lambda x, y: plan(x.T, y.T))(a.T.copy(), b.T.copy())
+        assert _relative(turned, plan(a, b)) < 1e-3
+
+    @pytest.mark.parametrize("recipe", [TENSOR, ROW])
     def test_xla_multiplies_in_fp8(self, recipe: str) -> None:
         import jax
 

@@ -608,6 +608,18 @@ class TestGpu(Products):
         if (recipe, accumulation) != (BLOCKS, "fast"):
             self.check(self.normal(m, k), self.normal(k, n, seed=1), recipe, accumulation=accumulation)
 
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+    @pytest.mark.parametrize(("m", "n", "k"), [(33, 65, 144), (2048, 1024, 4096), (4096, 4096, 2048)])
+    def test_what_the_program_transposes_is_quantized_from_where_it_lies(
+        self, m: int, n: int, k: int, recipe: str
+    ) -> None:
+        import jax
+
+        a, b = self.normal(m, k), self.normal(k, n, seed=1)
+        plan = BACKEND.plan(problem(recipe, m=m, n=n, k=k, arch=self.arch, device=self.device))
+        turned = jax.jit(lambda x, y: plan(x.T, y.T))(a.T.copy(), b.T.copy())
+        assert _relative(np.asarray(turned, np.float64), np.asarray(plan(a, b), np.float64)) < 1e-3
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize(("m", "n", "k"), [(1, 7, 16), (33, 65, 77), (130, 1000, 1041), (2048, 4096, 1024)])

@@ -405,6 +405,29 @@ class TestOnAGPU:
         made = BACKEND.prepare(b, pair.b, axis=-2)
         assert error(BACKEND.plan(asked)(a, made), exact(recipe, a, b)) < 6e-3
 
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+    @pytest.mark.parametrize("size", [(33, 65, 144), (2048, 1024, 4096)])
+    def test_what_the_program_transposes_is_quantized_from_where_it_lies(
+        self, size: tuple[int, int, int], recipe: str
+    ) -> None:
+        m, n, k = size
+        a, b = normal(0, m, k), normal(1, k, n)
+        plan = BACKEND.plan(problem(recipe, m, n, k))
+        turned = jax.jit(lambda x, y: plan(x.T, y.T))(a.T.copy(), b.T.copy())
+        assert error(turned, wide(plan(a, b))) < 1e-3
+
+    def test_gradients_of_a_jitted_loss(self) -> None:
+        a, b = normal(0, 512, 1024), normal(1, 1024, 2048)
+
+        def loss(product: Any) -> Any:
+            return lambda x, y: (product(x, y).astype("float32") ** 2).sum()
+
+        with dispatch.use_policy(gate={"min_speedup": 0.0}, tuning={"budget_ms": 50}):
+            ours = jax.jit(jax.grad(loss(lambda x, y: dispatch.matmul(x, y, backend=BACKEND.name)), (0, 1)))(a, b)
+        own = jax.jit(jax.grad(loss(jnp.matmul), (0, 1)))(a, b)
+        for found, wanted in zip(ours, own, strict=True):
+            assert 1e-3 < error(found, wide(wanted)) < 0.08
+
     def test_raw_fp8_has_scales_of_one(self) -> None:
         a, b = normal(0, 130, 200, dtype="float8_e4m3fn"), normal(1, 200, 77, dtype="float8_e4m3fn")
         assert error(self.run(TENSOR, a, b), wide(a) @ wide(b)) < 6e-3

@@ -1,8 +1,8 @@
 """Warp-specialized GEMM for Hopper (sm90) in Pallas Mosaic GPU: TMA loads, wgmma, TMA stores, persistent programs.
 
-C (m, n) = A (m, k) times B (n, k), both K-major, of FP8 (each e4m3 or e5m2), bfloat16 or float16; float32 accumulators;
-the epilogue, in registers: times the scales of the rows and columns, plus a bias of one value a column, activation, one
-rounding to bfloat16, float16 or float32.
+C (m, n) = A (m, k) times B (n, k), both K-major, of FP8 (each e4m3 or e5m2), bfloat16 or float16 (these two also with B
+as (k, n)); float32 accumulators; the epilogue, in registers: times the scales of the rows and columns, plus a bias of
+one value a column, activation, one rounding to bfloat16, float16 or float32.
 
 One warpgroup loads tiles into a ring of stages, one or two others multiply them:
 

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from dispatch import FORMATS, FP8_DTYPES, Operand, Rejection, ScalingRecipe
+from dispatch import FORMATS, FP8_DTYPES, Operand, Rejection, ScalingRecipe, framework
 
 JAX_TRITON = (3, 6)
 """The Triton whose compiler is called for JAX, without a driver: other versions have another way in."""
@@ -49,13 +49,7 @@ def quantizes_from_jax(arch: str) -> bool:
 
 
 def lying(x: Any, axis: int) -> tuple[Any, int]:
-    """Return a JAX matrix as it lies in memory, and which of its axes is contracted there.
-
-    What the traced program transposes for the product alone, as derivatives do, is not to be copied for it: it is read
-    as it was before. `parent`, the equation that made a tracer, is JAX's own affair (0.10 and 0.11 have it).
-    """
-    made = getattr(x, "parent", None)
-    if made is None or getattr(getattr(made, "primitive", None), "name", "") != "transpose":
-        return x, axis
-    turned = getattr(x, "ndim", 0) == 2 and tuple(made.params["permutation"]) == (1, 0)
-    return (made.in_tracers[0], -3 - axis) if turned else (x, axis)
+    """Return a JAX matrix as it lies in memory, and which of its axes is contracted there."""
+    room: Any = framework("jax")
+    found: tuple[Any, int] = room.lying(x, axis)
+    return found

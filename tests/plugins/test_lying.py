@@ -77,3 +77,17 @@ def test_the_operands_of_gradients_lie_transposed(looking: Looking) -> None:
     assert looking.seen["matmul"] == (-1, -2)
     assert looking.seen["dgrad"] == (-1, -1), "w is K-major for the gradient of a"
     assert looking.seen["wgrad"] == (-2, -2), "a is transposed for the gradient of w"
+
+
+def test_a_transposed_weight_is_contracted_as_it_lies(looking: Looking) -> None:
+    a, w = jnp.ones((2, 8, 16), "bfloat16"), jnp.ones((32, 16), "bfloat16")
+    for x in (a, a[0]):
+        found = jax.jit(lambda a, w: dispatch.matmul(a, w.T))(x, w)
+        np.testing.assert_array_equal(found, x @ w.T)
+        assert looking.seen.pop("matmul") == (-1, -1)
+
+    def loss(product: Any) -> Any:
+        return jax.grad(jax.jit(lambda a, w: (product(a, w.T).astype("float32") ** 2).sum()), (0, 1))
+
+    for x, y in zip(loss(dispatch.matmul)(a, w), loss(jnp.matmul)(a, w), strict=True):
+        np.testing.assert_array_equal(x, y)

@@ -5,9 +5,9 @@
 dense: e4m3 with row scales, fast, against XLA's FP8 dot with the same scales (two kernels). promoted: sums in float32
 every 128 of k, against the same. block: with scales of 1x128 by 128x128, against XLA's FP8 dot without scales. mid,
 decode: smaller products, and few rows by wide weights that are cold in L2, in one program of many products, or the host
-would be timed. bf16: bfloat16 operands against jnp.matmul. portable: by Triton. quantize: bytes moved a second against
-a copy's, of operands that are K-major and of those that are transposed too. end_to_end: dispatch.matmul of bfloat16
-operands, jitted, both quantized or the weight prepared, against jnp.matmul.
+would be timed. bf16: bfloat16 operands against jnp.matmul, b (k, n) as it lies. portable: by Triton. quantize: bytes
+moved a second against a copy's, of operands that are K-major and of those that are transposed too. What quantizing
+takes beside a product is measured by jax_gemm.py.
 
 Each call is one launch of a function compiled before; `--chain` of them are dispatched before the device is waited for,
 so that what the host takes hides behind the device. Padding is in the time. Of our configs the fastest is named, and
@@ -35,8 +35,6 @@ from dispatch.kernels import pallas_triton_gemm as portable
 from dispatch.kernels.pallas_fp8_gemm import Config
 from dispatch.kernels.pallas_quantize import quantize
 
-import dispatch
-
 DENSE = [(4096, 4096, 4096), (8192, 8192, 8192), (8192, 28672, 8192), (8192, 8192, 28672)]
 COPIES = 12  # of a weight, one after another in one program: with 64 MiB and more each they are cold in L2
 DECODE = [(m, n, k) for n, k in ((8192, 8192), (8192, 28672)) for m in (16, 64, 128)]
@@ -45,7 +43,6 @@ Call = Callable[[], Any]
 
 MID = [(1024,) * 3, (2048,) * 3, (256, 8192, 8192), (512, 8192, 8192), (2048, 8192, 8192)]
 QUANTIZE = [(8192, 8192), (4096, 4096)]
-END_TO_END = [(4096,) * 3, (8192,) * 3]
 
 FAST = [
     Config(256, 128, stages=4, group=8),
@@ -64,14 +61,11 @@ PROMOTED = [
     Config(128, 128, stages=6, group=16, chain=1),
     Config(128, 128, stages=6, group=16, chain=4),
 ]
-BLOCKS = [
-    replace(config, stages=min(config.stages, 6 if config.block_m == 64 else 5))
-    for config in PROMOTED
-    if config.block_n == 128
-]
+BLOCKS = [replace(config, stages=5) for config in PROMOTED]
 FLAT = [
     Config(64, 64, 256, stages=6, consumers=1),
-    Config(64, 64, 128, stages=8, consumers=1),
+    Config(64, 64, 512, stages=3, consumers=1),
+    Config(64, 64, 128, stages=12, consumers=1),
     Config(64, 128, 128, stages=8, consumers=1),
     Config(64, 128, 256, stages=4, consumers=1),
     Config(128, 64, 128, stages=8),
@@ -127,12 +121,6 @@ def xla_scaled(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
     """Return XLA's product of FP8 operands times the scales of rows, in bfloat16."""
     sums = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return (sums * scale_a[:, None] * scale_b[None, :]).astype(jnp.bfloat16)
-
-
-@jax.jit
-def xla_matmul(a: Any, b: Any) -> Any:
-    """Return jnp.matmul's product of bfloat16 operands, B given K-major."""
-    return jnp.matmul(a, b.T)
 
 
 def compiled(functions: dict[str, Any], arrays: Sequence[Any], mine: Sequence[str] = ()) -> dict[str, Call]:
@@ -319,8 +307,8 @@ def bf16(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
     for size in DENSE[:2]:
         m, n, k = size
         a, b = quantized(0, m, k)[0], quantized(1, n, k)[0]
-        mine = each([replace(config, block_k=64) for config in FAST], hopper.gemm)
-        calls = compiled({**mine, "jnp.matmul": xla_matmul}, (a, b), [*mine])
+        mine = each([replace(config, block_k=64) for config in FAST], partial(hopper.gemm, across=True))
+        calls = compiled({**mine, "jnp.matmul": jnp.matmul}, (a, b.T), [*mine])
         found = error(_first(calls), a, b)
         yield row("bf16", size, calls, ["jnp.matmul"], arguments, recipe="bfloat16", error=found)
 
@@ -374,62 +362,9 @@ def xla_quantized(x: Any) -> tuple[Any, Any]:
     return (wide / scale[:, None]).astype(E4M3), scale
 
 
-def end_to_end(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of dispatch.matmul of bfloat16 operands, jitted, the weight as it is or prepared."""
-    for size in END_TO_END:
-        m, n, k = size
-        pairs = [[jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for s in ((m, k), (k, n))] for i in range(3)]
-        weights = [dispatch.prepare(b) for _, b in pairs]
-        for prepared in (False, True):
-            given = [w if prepared else b for w, (_, b) in zip(weights, pairs, strict=True)]
-            with dispatch.use_policy(recipes={"allow": ["e4m3:row"]}, tuning={"budget_ms": 500}):
-                named = dispatch.explain(pairs[0][0], given[0], backend="pallas_fp8")
-                chosen = dispatch.explain(pairs[0][0], given[0])
-                calls = {
-                    "pallas_fp8": _dispatched([a for a, _ in pairs], given, "pallas_fp8"),
-                    "dispatch": _dispatched([a for a, _ in pairs], given, None),
-                    "jnp.matmul": _native(pairs),
-                }
-            out = calls["pallas_fp8"]()[0]
-            entry = row(
-                "end_to_end",
-                size,
-                calls,
-                ["jnp.matmul", "dispatch"],
-                arguments,
-                products=len(pairs),
-                candidate=str(named.candidate),
-                weight_prepared=prepared,
-                chosen=str(chosen.candidate),
-                reason=chosen.reason,
-                error=error(out, pairs[0][0], pairs[0][1].T),
-            )
-            assert entry is not None
-            entry["speedup"] = entry["peers"][f"jnp.matmul@{jax.__version__}"] / entry["latency_us"]
-            print(f"{'':9}{'prepared' if prepared else 'both quantized'}: {entry['speedup']:.3f}x; {chosen.candidate}")
-            yield entry
-
-
-def _dispatched(left: list[Any], right: list[Any], backend: str | None) -> Call:
-    """Return a call of one program: every product, by a backend, or by what is chosen."""
-
-    def products(left: Any, arrays: Any) -> list[Any]:
-        given = [b if array is None else array for b, array in zip(right, arrays, strict=True)]
-        return [dispatch.matmul(a, b, backend=backend) for a, b in zip(left, given, strict=True)]
-
-    arrays = [None if isinstance(b, dispatch.PreparedOperand) else b for b in right]
-    ready = jax.jit(products).lower(left, arrays).compile()
-    return partial(ready, left, arrays)
-
-
-def _native(pairs: list[list[Any]]) -> Call:
-    """Return the same of jnp.matmul."""
-    return partial(jax.jit(lambda pairs: [jnp.matmul(a, b) for a, b in pairs]).lower(pairs).compile(), pairs)
-
-
 TABLES: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any] | None]]] = {
     "dense": dense, "promoted": promoted, "block": block, "mid": mid, "decode": decode, "bf16": bf16,
-    "portable": by_triton, "quantize": quantizers, "end_to_end": end_to_end,
+    "portable": by_triton, "quantize": quantizers,
 }  # fmt: skip
 
 

@@ -83,7 +83,8 @@ def kernels(table: str) -> str:
     found = rows(table)
     peers = list(dict.fromkeys(name.partition("@")[0] for entry in found for name in entry["peers"]))
     extra = [name for name in ("layout", "weight_prepared") if any(name in entry for entry in found)]
-    head = ["m x n x k", *(name.replace("_", " ") for name in extra), "ours", "TFLOP/s", *peers, "against the best"]
+    head = ["m x n x k", *(name.replace("_", " ") for name in extra), "ours", "TFLOP/s", *peers]
+    head.append(f"against {next((entry['against'] for entry in found if 'against' in entry), 'the best')}")
     lines = [f"| {' | '.join(head)} | config |", "|---" * (len(head) + 1) + "|"]
     for entry in found:
         problem, times = entry["problem"], {name.partition("@")[0]: us for name, us in entry["peers"].items()}
@@ -91,7 +92,7 @@ def kernels(table: str) -> str:
             f"{problem['m']} x {problem['n']} x {problem['k']}",
             *(str(entry.get(name, "")) for name in extra),
             f"{_us(entry['latency_us'])} ± {_us(entry['spread_us'] / 2)}",
-            f"{entry['tflops']:.0f}",
+            _number(entry["tflops"], "{:.0f}"),
             *(_us(times.get(name)) for name in peers),
             _number(entry["speedup"], "{:.2f}x"),
             f"`{entry['candidate'].rpartition('/')[2]}`",
@@ -204,6 +205,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(kernels, name) for name in KERNELS},
     "quantize": quantize,
     **{name: partial(kernels, name) for name in ("pallas_promoted", "pallas_end_to_end")},
+    **{f"jax_{name}": partial(kernels, f"jax_{name}") for name in ("dense", "decode", "mid", "block", "end_to_end")},
+    **{f"jax_{name}": partial(kernels, f"jax_{name}") for name in ("quantize", "chosen")},
     "pallas_quantize": pallas_quantize,
     "host_call": host_call,
     "torch_graphs": torch_graphs,

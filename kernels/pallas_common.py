@@ -49,12 +49,14 @@ def check(
         raise ValueError("scale_a and scale_b come together, and block scales are always given")
     if scale_a is not None:
         steps = -(-k // BLOCK)
-        allowed_a = [(m, steps)] if blocks else [(m,), (1,)]
-        allowed_b = [(-(-n // BLOCK), steps)] if blocks else [(n,), (1,)]
-        if scale_a.shape not in allowed_a or scale_b.shape not in allowed_b:
-            raise ValueError(
-                f"scales {scale_a.shape} and {scale_b.shape}: one of {allowed_a} and of {allowed_b} are needed"
-            )
+        if blocks:
+            allowed = f"{(m, steps)} and {(-(-n // BLOCK), steps)}"
+            fits = (scale_a.shape, scale_b.shape) == ((m, steps), (-(-n // BLOCK), steps))
+        else:
+            allowed = f"({m},) or longer, and ({n},) or longer, or (1,),"
+            fits = all(x.ndim == 1 and (x.size == 1 or x.size >= rows) for x, rows in ((scale_a, m), (scale_b, n)))
+        if not fits:
+            raise ValueError(f"scales {scale_a.shape} and {scale_b.shape}: {allowed} are needed")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias {bias.shape} is not ({n},)")
     if activation is not None and activation not in ACTIVATIONS:
@@ -82,10 +84,10 @@ def padded(x: Any, *shape: int) -> Any:
 
 
 def vector(x: Any, length: int) -> Any:
-    """Return float32 values, one each for `length` rows or columns, or the one that is for all of them."""
-    if x is None:
-        return None
-    return x if x.shape == (1,) else padded(x, length)
+    """Return float32 values, one each for `length` rows or columns at least, or the one that is for all of them."""
+    if x is None or x.shape == (1,) or x.shape[0] >= length:
+        return x
+    return padded(x, length)
 
 
 def narrow(x: Any | None) -> Any:

@@ -1,8 +1,8 @@
 """Warp-specialized GEMM for Hopper (sm90) in Pallas Mosaic GPU: TMA loads, wgmma, TMA stores, persistent programs.
 
-C (m, n) = A (m, k) times B (n, k), both K-major, of FP8 (each e4m3 or e5m2), bfloat16 or float16; float32 accumulators;
-the epilogue, in registers: times the scales of the rows and columns, plus a bias of one value a column, activation, one
-rounding to bfloat16, float16 or float32.
+C (m, n) = A (m, k) times B (n, k), both K-major, of FP8 (each e4m3 or e5m2), bfloat16 or float16 (these two also with B
+as (k, n)); float32 accumulators; the epilogue, in registers: times the scales of the rows and columns, plus a bias of
+one value a column, activation, one rounding to bfloat16, float16 or float32.
 
 One warpgroup loads tiles into a ring of stages, one or two others multiply them:
 
@@ -58,7 +58,7 @@ def _scratch(config: Config, form: Form, a: Any, b: Any) -> dict[str, Any]:
     def swizzled(values: int) -> tuple[Any, ...]:
         return () if form.plain else (plgpu.TilingTransform((8, values)), plgpu.SwizzleTransform(SWIZZLE))
 
-    b_shape = (config.block_k, config.block_n) if form.plain else (config.block_n, config.block_k)
+    b_shape = (config.block_k, config.block_n) if form.k_by_n else (config.block_n, config.block_k)
     make_empty = (
         functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if config.cluster else plgpu.Barrier
     )
@@ -82,7 +82,7 @@ def _gemm(
     a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, *, config: Config, form: Form, programs: int, interpret: Any
 ) -> Any:
     """Pad, multiply, and cut; see `gemm`."""
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = a.shape, b.shape[form.across]
     high, wide = config.cluster_tile()
     deep = SWIZZLE // itemsize(a.dtype)
     if form.plain or interpret is not None:  # interpreters stop at the edge of an array
@@ -104,7 +104,7 @@ def _gemm(
         scale_a, scale_b = vector(scale_a, rows), vector(scale_b, cols)
     if bias is not None:
         bias = padded(bias, cols)
-    a, b = padded(a, whole_m, whole_k), padded(b, whole_n, whole_k)
+    a, b = padded(a, whole_m, whole_k), padded(b, *((whole_k, whole_n) if form.across else (whole_n, whole_k)))
     options = {} if interpret is None else {"interpret": interpret}
     out = plgpu.kernel(
         kernel,
@@ -118,7 +118,7 @@ def _gemm(
         scratch_types=_scratch(config, form, a, b),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **options,
-    )(a, b.T if form.plain else b, scale_a, scale_b, bias)
+    )(a, b.T if form.plain and not form.across else b, scale_a, scale_b, bias)
     return out if out.shape == (m, n) else out[:m, :n]
 
 
@@ -134,6 +134,7 @@ def gemm(
     promoted: bool = False,
     blocks: bool = False,
     activation: str | None = None,
+    across: bool = False,
     programs: int = 132,
     interpret: Any = False,
 ) -> Any:
@@ -143,19 +144,23 @@ def gemm(
     two mixed from JAX 0.11), bfloat16 or float16. scale_a, scale_b: float32, decoding, (m,) and (n,), or (1,) for all;
     with `blocks` (m, ceil(k / 128)) and (ceil(n / 128), ceil(k / 128)). bias: (n,) of any float dtype. out_dtype:
     bfloat16, float16 or float32. promoted: block_k of k at a time are added in float32 outside the tensor core, as
-    with `blocks` always. activation: relu, gelu (by erf), gelu_tanh or silu. programs: at most so many run, one a
-    multiprocessor. interpret: True, or parameters of JAX's GPU interpreter, to run on a CPU.
+    with `blocks` always. activation: relu, gelu (by erf), gelu_tanh or silu. across: b is (k, n), as 16-bit operands
+    alone can be. programs: at most so many run, one a multiprocessor. interpret: True, or parameters of JAX's GPU
+    interpreter, to run on a CPU.
 
     Any m, n and k; padded inside where they do not fit Mosaic's tilings. Traceable, with everything after bias static.
     Raises ValueError for shapes that do not match and for a config that the kernel cannot run.
     """
-    m, n, _ = check(a, b, scale_a, scale_b, bias, blocks=blocks, activation=activation, dtypes=DTYPES)
+    of_rows = jax.ShapeDtypeStruct(b.shape[::-1], b.dtype) if across else b
+    dtypes = DTYPES[2:] if across else DTYPES  # the tensor core reads FP8 K-major
+    m, n, _ = check(a, of_rows, scale_a, scale_b, bias, blocks=blocks, activation=activation, dtypes=dtypes)
     size, out_dtype = itemsize(a.dtype), jnp.dtype(out_dtype)
     if complaint := config.complaint(size, itemsize(out_dtype), blocks=blocks):
         raise ValueError(f"{config}: {complaint}")
     if m == 0 or n == 0:
         return jnp.zeros((m, n), out_dtype)
     chosen = interpreter(interpret)
-    form = Form(out_dtype, promoted or blocks, blocks, activation, plain=chosen is not None and OLD_INTERPRETER)
+    plain = chosen is not None and OLD_INTERPRETER
+    form = Form(out_dtype, promoted or blocks, blocks, activation, across, plain)
     arrays = (a, b, narrow(scale_a), narrow(scale_b), narrow(bias))
     return traced(_gemm, *arrays, config=config, form=form, programs=programs, interpret=chosen)

@@ -19,6 +19,8 @@ SHARED_LIMIT = 232_448 - 2_048
 SWIZZLE = 128  # bytes, of operands and of what is stored
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 WGMMA = plgpu.Layout.WGMMA
+EARLY = 128
+"""Columns of a tile up to which scales are loaded before its sums, and so are there after them: registers suffice."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,25 @@ class Config:
 class Form:
     """What the product looks like: constants of one compiled kernel. See `gemm`.
 
-    plain: for an interpreter that knows no layouts; then B is (k, n).
+    across: B is (k, n). plain: for an interpreter that knows no layouts; then B is (k, n) too.
     """
 
     out_dtype: Any
     promoted: bool = False
     blocks: bool = False
     activation: str | None = None
+    across: bool = False
     plain: bool = False
+
+    @property
+    def k_by_n(self) -> bool:
+        """Whether tiles of B are (k, n) in shared memory."""
+        return self.across or self.plain
+
+
+def _spread(values: Any, shape: tuple[int, ...], dim: int) -> Any:
+    """Return a vector along `dim` of a tile, or one number, as it multiplies the tile."""
+    return lax.broadcast_in_dim(values, shape, [dim]) if values.ndim else values
 
 
 @dataclass(frozen=True)
@@ -205,7 +218,7 @@ class Kernel:
                 full, depth = refs.full.at[slot], pl.ds(index * config.block_k, config.block_k)
                 pl.when(ring.before + index >= config.depth)(lambda: plgpu.barrier_wait(refs.empty.at[slot]))
                 plgpu.copy_gmem_to_smem(refs.a.at[rows, depth], refs.a_smem.at[slot], full, **shared_a)
-                source = refs.b.at[depth, cols] if self.form.plain else refs.b.at[cols, depth]
+                source = refs.b.at[depth, cols] if self.form.k_by_n else refs.b.at[cols, depth]
                 plgpu.copy_gmem_to_smem(source, refs.b_smem.at[slot], full, **shared_b)
                 if self.form.blocks:
                     plgpu.copy_gmem_to_smem(refs.scale_a.at[index, rows], refs.scale_smem.at[slot], full)
@@ -249,19 +262,21 @@ class Kernel:
         config = self.config
         (row, col), ring = self._tile(info), self._ring(info)
         part = jnp.int32(0) if config.pingpong else me
+        row = row + part * config.height
+        scales = self._scales(refs, row, col) if config.block_n <= EARLY else None
         if config.pingpong:
             pl.when(info.local_index > 0)(lambda: plgpu.barrier_wait(refs.turn.at[me]))
         acc = self._promoted(refs, part, col, ring) if self.form.promoted else self._fast(refs, part, ring)
         if config.pingpong:
             another = info.index[0] + lax.axis_size("grid") < self.tiles
             pl.when(another)(lambda: plgpu.barrier_arrive(refs.turn.at[1 - me]))
-        self._store(refs, me, acc, row + part * config.height, col)
+        self._store(refs, me, acc, row, col, self._scales(refs, row, col) if scales is None else scales)
 
     def _multiply(self, refs: _Refs, part: Any, acc: Any, slot: Any) -> None:
         plgpu.barrier_wait(refs.full.at[slot])
         b = refs.b_smem.at[slot]
         rows = pl.ds(part * self.config.height, self.config.height)
-        plgpu.wgmma(acc, refs.a_smem.at[slot, rows], b if self.form.plain else transposed(b))
+        plgpu.wgmma(acc, refs.a_smem.at[slot, rows], b if self.form.k_by_n else transposed(b))
 
     def _fast(self, refs: _Refs, part: Any, ring: _Ring) -> Any:
         """Return the product of this consumer's rows, summed by the tensor core."""
@@ -295,28 +310,39 @@ class Kernel:
         if not self.form.plain:
             total = plgpu.layout_cast(total, WGMMA)
 
-        def round_(index: Any, total: Any) -> Any:
-            return self._chain(refs, part, col, ring, index * chain, chain, total)
+        def of_blocks(first: Any) -> Any:
+            """Return the scales of B for the steps of a round; loaded a round ahead, nothing waits for them."""
+            if not self.form.blocks:
+                return ()
+            steps = [jnp.minimum(first + step, self.steps - 1) for step in range(chain)]
+            return tuple(refs.scale_b[lax.div(col, BLOCK), step] for step in steps)
 
-        total = lax.fori_loop(0, self.steps // chain, round_, total)
+        def round_(index: Any, carry: Any) -> Any:
+            total, held = carry
+            following = of_blocks((index + 1) * chain)
+            return self._chain(refs, part, ring, index * chain, chain, total, held), following
+
+        total, held = lax.fori_loop(0, self.steps // chain, round_, (total, of_blocks(jnp.int32(0))))
         if rest := self.steps % chain:
-            total = self._chain(refs, part, col, ring, jnp.int32(self.steps - rest), rest, total)
+            total = self._chain(refs, part, ring, jnp.int32(self.steps - rest), rest, total, held)
         return total
 
-    def _chain(self, refs: _Refs, part: Any, col: Any, ring: _Ring, first: Any, count: int, total: Any) -> Any:
-        """Return the total with `count` steps of k added, each while the next one is multiplied."""
+    def _chain(self, refs: _Refs, part: Any, ring: _Ring, first: Any, count: int, total: Any, held: Any) -> Any:
+        """Return the total with `count` steps of k added, each while the next one is multiplied.
+
+        held: the scales of B of each step, where it has any.
+        """
         config = self.config
         shape = (config.height, config.block_n)
 
         def begin(index: int, acc: Any) -> tuple[Any, Any, Any]:
             slot = ring.slot(first + index)
-            of_block = refs.scale_b[lax.div(col, BLOCK), first + index] if self.form.blocks else None
             self._multiply(refs, part, acc, slot)
             if not self.form.blocks:
                 return acc, slot, None
             # Not multiplied yet: that would wait for the loads before the next wgmma is issued.
             rows = refs.scale_smem.at[slot, pl.ds(part * config.height, config.height)]
-            return acc, slot, (self._vector(rows, 1), of_block)
+            return acc, slot, (self._vector(rows, 1), held[index])
 
         def end(begun: tuple[Any, Any, Any], total: Any, flying: int) -> Any:
             acc, slot, scales = begun
@@ -344,25 +370,29 @@ class Kernel:
         """Return a vector as it is spread along a tile's dimension 1 - over."""
         return ref[...] if self.form.plain else load(ref, WGMMA.reduce(over))
 
-    def _spread(self, ref: Any, first: Any, shape: tuple[int, int], dim: int) -> Any:
-        """Return values of rows (dim 0) or columns (dim 1) over a tile, or the one that stands for all of them."""
-        if ref.shape == (1,):
-            return ref[0]
-        return lax.broadcast_in_dim(self._vector(ref.at[pl.ds(first, shape[dim])], 1 - dim), shape, [dim])
+    def _part(self, ref: Any, first: Any, count: int, dim: int) -> Any:
+        """Return values of rows (dim 0) or columns (dim 1) of a tile, or the one that stands for all of them."""
+        return ref[0] if ref.shape == (1,) else self._vector(ref.at[pl.ds(first, count)], 1 - dim)
 
-    def _store(self, refs: _Refs, me: Any, acc: Any, row: Any, col: Any) -> None:
+    def _scales(self, refs: _Refs, row: Any, col: Any) -> Any:
+        """Return the scales of one consumer's rows and of the tile's columns, None where the sums need none."""
+        if refs.scale_a is None or self.form.blocks:
+            return None
+        parts = (refs.scale_a, row, self.config.height, 0), (refs.scale_b, col, self.config.block_n, 1)
+        return [self._part(*part) for part in parts]
+
+    def _store(self, refs: _Refs, me: Any, acc: Any, row: Any, col: Any, scales: Any) -> None:
         """Finish and write one consumer's sums, whose first element is (row, col) of C."""
         config, form = self.config, self.form
-        if refs.scale_a is not None and not form.blocks:
-            acc = acc * self._spread(refs.scale_a, row, acc.shape, 0)
-            acc = acc * self._spread(refs.scale_b, col, acc.shape, 1)
+        for dim, scale in enumerate(scales or ()):
+            acc = acc * _spread(scale, acc.shape, dim)
         size = itemsize(form.out_dtype)
         width, slots = SWIZZLE // size, config.slots(size)
         pieces = [(i, j) for i in range(0, config.height, 64) for j in range(0, config.block_n, width)]
         for number, (i, j) in enumerate(pieces):
             piece = acc[i : i + 64, j : j + width]
             if refs.bias is not None:
-                piece = piece + self._spread(refs.bias, col + j, piece.shape, 1)
+                piece = piece + _spread(self._part(refs.bias, col + j, width, 1), piece.shape, 1)
             piece = activated(piece, form.activation).astype(form.out_dtype)
             slot = number % slots
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from dispatch.kernels.pallas_by_triton import by_triton
 from dispatch.kernels.pallas_common import BLOCK, padded, traced, up
 from jax import lax
 from jax.experimental.pallas import triton as plt
@@ -493,5 +494,6 @@ def quantize(
     out = (up(rows, multiple[0]), up(k, multiple[1]))
     form = _Format(dtype, bool(interpret))
     static = {"form": form, "granularity": granularity, "transposed": transposed, "out": out}
-    found: tuple[Any, Any] = traced(_quantize, x, **static)
+    kernels = functools.partial(_quantize, **static)
+    found: tuple[Any, Any] = traced(kernels, x) if form.interpret else traced(by_triton, kernels, x)
     return found

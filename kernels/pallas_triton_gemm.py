@@ -3,7 +3,7 @@
 C (m, n) = A (m, k) times B (n, k), both K-major, of FP8, bfloat16 or float16; float32 accumulators; scales of rows and
 columns, or of 1x128 blocks of A and 128x128 blocks of B; bias and activation in the epilogue. It has neither
 TMA nor warp specialization: on an H200 a third as fast as the kernel for Hopper. `interpret=True` runs it on a CPU.
-JAX 0.11 calls this lowering deprecated, in a DeprecationWarning each time that a product is compiled.
+JAX is to drop this lowering (see pallas_by_triton).
 """
 
 # JAX is not seen by mypy: its decorators have no types.
@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from dispatch.kernels.pallas_common import BLOCK, activated, check, narrow, padded, traced, up
+from dispatch.kernels.pallas_by_triton import by_triton
+from dispatch.kernels.pallas_common import BLOCK, activated, check, narrow, padded, traced, up, vector
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
@@ -66,6 +67,11 @@ def _gelu(x: Any) -> Any:
     return x * jnp.where(x < 0.0, tail, 1.0 - tail)
 
 
+def _scales(scale: Any, rows: int) -> Any:
+    """Return a scale for each of `rows` at least."""
+    return jnp.broadcast_to(scale, (rows,)) if scale.shape == (1,) else vector(scale, rows)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "blocks", "activation", "interpret"))
 def _gemm(
     a: Any,
@@ -104,8 +110,7 @@ def _gemm(
             pl.BlockSpec((1, steps), lambda i: (lax.div(col(i) * config.block_n, BLOCK), 0)),
         ]
     elif scale_a is not None:
-        operands += [padded(jnp.broadcast_to(scale_a, (m,)), whole_m)]
-        operands += [padded(jnp.broadcast_to(scale_b, (n,)), whole_n)]
+        operands += [_scales(scale_a, whole_m), _scales(scale_b, whole_n)]
         specs += [
             pl.BlockSpec((config.block_m,), lambda i: (row(i),)),
             pl.BlockSpec((config.block_n,), lambda i: (col(i),)),
@@ -178,4 +183,13 @@ def gemm(
     if m == 0 or n == 0:
         return jnp.zeros((m, n), out_dtype)
     static = {"config": config, "out_dtype": out_dtype, "blocks": blocks, "activation": activation}
-    return traced(_gemm, a, b, narrow(scale_a), narrow(scale_b), narrow(bias), **static, interpret=bool(interpret))
+    arrays = (a, b, narrow(scale_a), narrow(scale_b), narrow(bias))
+    if interpret:
+        return traced(_gemm, *arrays, **static, interpret=True)
+    given = [array for array in arrays if array is not None]
+
+    def kernel(*given: Any) -> Any:
+        left = iter(given)
+        return _gemm(*(None if array is None else next(left) for array in arrays), **static, interpret=False)
+
+    return traced(by_triton, kernel, *given)

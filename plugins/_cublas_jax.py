@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from dispatch.plugins._fp8 import quantizes_from_jax
+from dispatch.plugins._fp8 import lying, quantizes_from_jax
 
 from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScalingRecipe, framework, quantize
 
@@ -72,11 +72,21 @@ def _encode_array(recipe: ScalingRecipe, axis: int, arch: str, x: Array) -> Enco
     Triton's make one pass of a (m, k), and transpose b (k, n) on the way.
     """
     if quantizes_from_jax(arch):
-        from dispatch.plugins._triton_jax import encode
+        from dispatch.plugins._quantize_jax import encode
 
         return Encoded(*encode(x, recipe, axis, arch))
     matrix, scale = _encode_by_xla(recipe, x if axis == -1 else x.mT)
     return Encoded(matrix, scale)
+
+
+def _encode_both(problem: Problem, arrays: tuple[Array, Array], lies: tuple[int, int]) -> list[Encoded]:
+    """Return both operands quantized by Triton's kernels, small ones in one launch; lies: their contracted axes."""
+    from dispatch.plugins._quantize_jax import encode_arrays
+
+    assert problem.recipe is not None
+    recipes = (problem.recipe.a, problem.recipe.b)
+    made = encode_arrays(list(zip(arrays, recipes, lies, strict=True)), problem.arch)
+    return [Encoded(*x) for x in made]
 
 
 def _encode_by_xla(recipe: ScalingRecipe, rows: Array) -> tuple[Array, Array]:
@@ -122,8 +132,17 @@ def plan(problem: Problem) -> Plan:
 
     multiply = mx_dot if problem.recipe.a.granularity == "1x32" else dot
 
-    def product(a: Any, b: Any, bias: Array | None = None) -> Array:
-        return room.epilogue(multiply(encode_a(a), encode_b(b)), problem, bias)
+    plain = all(not (x.prepared or x.encoded or x.dtype in FP8_DTYPES) for x in (problem.a, problem.b))
+    together = plain and problem.recipe.a.granularity != "1x32" and quantizes_from_jax(problem.arch)
 
-    compiled: Plan = jax.jit(product)
-    return compiled
+    def product(a: Any, b: Any, bias: Array | None = None, *, lies: tuple[int, int]) -> Array:
+        left, right = _encode_both(problem, (a, b), lies) if together else (encode_a(a), encode_b(b))
+        return room.epilogue(multiply(left, right), problem, bias)
+
+    compiled: Plan = jax.jit(product, static_argnames="lies")
+
+    def served(a: Any, b: Any, bias: Array | None = None) -> Array:
+        (left, of_a), (right, of_b) = (lying(a, -1), lying(b, -2)) if together else ((a, -1), (b, -2))
+        return compiled(left, right, bias, lies=(of_a, of_b))
+
+    return served

@@ -6,8 +6,9 @@ import importlib.metadata
 import re
 import sys
 from functools import cache
+from typing import Any
 
-from dispatch import FORMATS, FP8_DTYPES, Operand, Rejection, ScalingRecipe
+from dispatch import FORMATS, FP8_DTYPES, Operand, Rejection, ScalingRecipe, framework
 
 JAX_TRITON = (3, 6)
 """The Triton whose compiler is called for JAX, without a driver: other versions have another way in."""
@@ -45,3 +46,10 @@ def quantizes_from_jax(arch: str) -> bool:
     jax = sys.modules.get("jax")
     able = arch in ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121") and version_of("triton")[:2] == JAX_TRITON
     return able and jax is not None and jax.default_backend() == "gpu"
+
+
+def lying(x: Any, axis: int) -> tuple[Any, int]:
+    """Return a JAX matrix as it lies in memory, and which of its axes is contracted there."""
+    room: Any = framework("jax")
+    found: tuple[Any, int] = room.lying(x, axis)
+    return found

@@ -24,12 +24,15 @@ DECODE_LIMIT = 128
 """Rows up to which a product is bound by reading b."""
 _NAME = re.compile(
     rf"(sm\d+)_gemm_(\w+?)_({'|'.join(sorted(SCHEDULES, key=len, reverse=True))})"
-    r"_(\d+)x(\d+)x(\d+)_s(\d+)(?:_(2x1|1x2))?_([mn])(\d+)"
+    r"_(\d+)x(\d+)x(\d+)_s(\d+)(?:_(2x1|1x2))?_([mn])(\d+)(?:_h(\d+))?"
 )
 
 
 class Config(NamedTuple):
-    """One kernel config. cluster: empty, or `2x1` or `1x2` programs; minor, group: the order of the tiles."""
+    """One kernel config. cluster: empty, or `2x1` or `1x2` programs; minor, group: the order of the tiles.
+
+    chain: with sums in float32, the steps of k between two points where the tensor core runs dry.
+    """
 
     arch: str
     dtypes: str
@@ -41,12 +44,14 @@ class Config(NamedTuple):
     cluster: str = ""
     minor: str = "m"
     group: int = 8
+    chain: int = 2
 
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         cluster = f"_{self.cluster}" if self.cluster else ""
         kind = f"{self.arch}_gemm_{self.dtypes}_{self.schedule}"
-        return f"{kind}_{tile}_s{self.stages}{cluster}_{self.minor}{self.group}"
+        chain = "" if self.chain == 2 else f"_h{self.chain}"
+        return f"{kind}_{tile}_s{self.stages}{cluster}_{self.minor}{self.group}{chain}"
 
     @classmethod
     def parse(cls, name: str) -> Self:
@@ -55,14 +60,16 @@ class Config(NamedTuple):
             raise ValueError(
                 f"pallas_fp8: {name!r} is no config; one is sm90_gemm_e4m3_{COOPERATIVE}_128x256x128_s4_m8"
             )
-        arch, dtypes, schedule, *sizes, cluster, minor, group = found.groups()
+        arch, dtypes, schedule, *sizes, cluster, minor, group, chain = found.groups()
         block_m, block_n, block_k, stages = map(int, sizes)
-        return cls(arch, dtypes, schedule, block_m, block_n, block_k, stages, cluster or "", minor, int(group))
+        tile = (block_m, block_n, block_k, stages)
+        return cls(arch, dtypes, schedule, *tile, cluster or "", minor, int(group), int(chain or 2))
 
 
 def dtypes_of(problem: Problem) -> str:
-    """Return what the tensor core multiplies: e4m3, e4m3_e5m2 ..."""
-    assert problem.recipe is not None
+    """Return what the tensor core multiplies: e4m3, e4m3_e5m2, bf16 ..."""
+    if problem.recipe is None:
+        return {"bfloat16": "bf16", "float16": "f16"}[problem.a.dtype]
     return "_".join(dict.fromkeys((problem.recipe.a.dtype, problem.recipe.b.dtype)))
 
 
@@ -96,13 +103,15 @@ def _hopper(problem: Problem) -> list[Config]:
     """Return the configs of sm90, chosen from what benchmarks/pallas_gemm.py measures on an H200."""
 
     hopper = partial(_config, problem)
+    if problem.recipe is None:
+        return [_sixteen_bit(problem)]
     small, flat = hopper(ONE_CONSUMER, 64, 64, 256, 6), hopper(ONE_CONSUMER, 64, 128, 128, 8)
     if in_blocks(problem) or problem.accumulation == "promoted":
         stages = 5 if in_blocks(problem) else 6
         flat, square = hopper(ONE_CONSUMER, 64, 128, 128, stages), hopper(COOPERATIVE, 128, 128, 128, stages, group=16)
-        return [flat] if problem.m <= 64 else [square]
+        return [flat] if problem.m <= 64 else [square, square._replace(chain=4)]
     if problem.m <= 64:
-        return [small, flat]
+        return [small, hopper(ONE_CONSUMER, 64, 64, 512, 3), flat]
     if problem.m <= DECODE_LIMIT:
         return [flat, hopper(ONE_CONSUMER, 64, 128, 256, 4)]
     waves = _waves(problem)
@@ -112,6 +121,15 @@ def _hopper(problem: Problem) -> list[Config]:
     if waves <= 2:
         return [wide, hopper(COOPERATIVE, 128, 128, 128, 6), flat]
     return [wide._replace(cluster="2x1"), tall]
+
+
+def _sixteen_bit(problem: Problem) -> Config:
+    """Return the config of a product that loses nothing; the bytes of a tile are those of FP8 with twice the k."""
+    if problem.m <= 64:
+        return _config(problem, ONE_CONSUMER, 64, 128, 64, 8)
+    if _waves(problem) <= 2:
+        return _config(problem, COOPERATIVE, 128, 128, 64, 6)
+    return _config(problem, COOPERATIVE, 128, 256, 64, 4)._replace(cluster="2x1")
 
 
 def _blackwell(problem: Problem) -> list[Config]:

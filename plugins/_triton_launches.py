@@ -48,13 +48,15 @@ class Step(NamedTuple):
 class Form(NamedTuple):
     """How one operand is laid out; rows are those of a, columns of b, of all batch entries.
 
-    padded_k: whole 16 bytes. scale: extents (row blocks, k blocks), float32 or e8m0; along_rows: stored the other way
-    round, with rows padded to whole 16 bytes, as TMA loads those of 1x128.
+    padded_rows, padded_k: with the zeros after them; k is whole 16 bytes at least. scale: extents (row blocks, k
+    blocks), float32 or e8m0; along_rows: stored the other way round, with rows padded to whole 16 bytes, as TMA loads
+    those of 1x128.
     """
 
     recipe: ScalingRecipe
     rows: int
     k: int
+    padded_rows: int
     padded_k: int
     scale: tuple[int, int]
     along_rows: bool
@@ -80,10 +82,12 @@ class Form(NamedTuple):
         return math.prod(self.stored_scale) * (1 if self.recipe.scale_dtype == "e8m0" else 4)
 
 
-def form_of(recipe: ScalingRecipe, rows: int, k: int) -> Form:
-    """Return how `rows` by k values quantized by a recipe are laid out."""
+def form_of(recipe: ScalingRecipe, rows: int, k: int, multiple: tuple[int, int] = (1, 16)) -> Form:
+    """Return how `rows` by k values quantized by a recipe are laid out, padded to multiples of rows and of k."""
     height, width = recipe.block(rows, k)
-    return Form(recipe, rows, k, _up(k, 16), (-(-rows // height), -(-k // width)), recipe.granularity == "1x128")
+    padded_rows, padded_k = _up(rows, multiple[0]), _up(k, multiple[1])
+    tall = 1 if recipe.granularity == "tensor" else -(-padded_rows // height)
+    return Form(recipe, rows, k, padded_rows, padded_k, (tall, -(-k // width)), recipe.granularity == "1x128")
 
 
 def _up(size: int, multiple: int) -> int:
@@ -131,7 +135,7 @@ class Source(NamedTuple):
     @property
     def out_shape(self) -> tuple[int, int]:
         """The shape of its quantized values."""
-        return self.form.rows, self.form.padded_k
+        return self.form.padded_rows, self.form.padded_k
 
     def pointers(self) -> tuple[Any, Any, Any, Any, Any]:
         """Return the stand-ins for it, its quantized values, their scales, and the guard's two or None."""

@@ -6,17 +6,15 @@ one without TMA by Pallas's Triton lowering: those are lowered and interpreted i
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
-import re
 import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from dispatch.plugins import _pallas_configs as names
-from dispatch.plugins._fp8 import operand_rejections
+from dispatch.plugins._fp8 import operand_rejections, version_of
 
 from dispatch import Capability, Plan, Problem, RecipePair, Rejection, ScalingRecipe, closest, hookimpl
 
@@ -24,6 +22,7 @@ _HOPPER = ("sm90",)
 _BLACKWELL = ("sm100", "sm103")
 _OTHERS = ("sm89", "sm120", "sm121")
 _FLOATS = ("bfloat16", "float16", "float32")
+_SIXTEEN_BIT = ("bfloat16", "float16")
 _FORMATS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
 _WHOLE = tuple(RecipePair.parse(f"{a}:{x}@{b}:{x}") for x in ("row", "tensor") for a, b in _FORMATS)
 _BLOCKS = (RecipePair.parse("e4m3:1x128@e4m3:128x128"),)
@@ -47,13 +46,14 @@ def _fp8(archs: Sequence[str], recipes: Sequence[RecipePair], *accumulations: st
 CAPABILITIES = (
     _fp8(_HOPPER, _WHOLE, "fast", "promoted"),
     _fp8(_HOPPER, _BLOCKS, "promoted", batched=False),
+    Capability(("jax",), _HOPPER, _SIXTEEN_BIT, _FLOATS, batched=False),
     _fp8((*_BLACKWELL, *_OTHERS), _WHOLE, "fast"),
     _fp8((*_BLACKWELL, *_OTHERS), _BLOCKS, "promoted", batched=False),
 )
 
 
 class PallasBackend:
-    """FP8 by row, tensor and block scales in JAX."""
+    """FP8 by row, tensor and block scales in JAX; on Hopper 16-bit products without loss."""
 
     name = "pallas_fp8"
     capabilities: Sequence[Capability] = CAPABILITIES
@@ -67,14 +67,16 @@ class PallasBackend:
             return [Rejection("arch", problem.arch, needed)]
         able = [x for x in CAPABILITIES if problem.recipe in x.recipes]
         if not able:
-            known = dict.fromkeys(str(recipe) for x in CAPABILITIES for recipe in x.recipes)
-            return [Rejection("recipe", str(problem.recipe or "none"), ", ".join(known))]
+            known = dict.fromkeys(str(recipe or "none") for x in CAPABILITIES for recipe in x.recipes)
+            return [Rejection("recipe", str(problem.recipe), ", ".join(known))]
         fitting = [x for x in able if x.runs_on(problem.arch)]
+        if not fitting:
+            return [Rejection("arch", problem.arch, f"{', '.join(_HOPPER)} for products without quantizing")]
         found = closest(fitting, problem) + _jax_rejections(problem)
         if problem.empty:
             found.append(Rejection("size", f"m={problem.m}, n={problem.n}, k={problem.k}", "at least one of each"))
-        pair = problem.recipe
-        assert pair is not None
+        if (pair := problem.recipe) is None:
+            return found + _plain_rejections(problem)
         for side, operand, recipe in (("a", problem.a, pair.a), ("b", problem.b, pair.b)):
             found += operand_rejections(side, operand, recipe)
             if (operand.prepared or operand.encoded) and math.prod(operand.batch) != 1:
@@ -108,30 +110,27 @@ class PallasBackend:
         return plan(problem, chosen)
 
 
-def _jax_rejections(problem: Problem) -> list[Rejection]:
-    version = _jax_version()
-    if version is None:
-        return [Rejection("jax", "not installed", "jax >= 0.10.2: pip install gemm-dispatch[jax]")]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    if numbers < LEAST_JAX:
-        return [Rejection("jax", version, "jax >= 0.10.2")]
-    found = []
-    pair = problem.recipe
-    if pair is not None and pair.a.dtype != pair.b.dtype and numbers < LEAST_JAX_MIXED:
-        found.append(Rejection("jax", version, "jax >= 0.11 to multiply e4m3 by e5m2"))
-    if not _has_absl():
-        found.append(Rejection("absl-py", "not installed", "absl-py, which Pallas imports: pip install absl-py"))
+def _plain_rejections(problem: Problem) -> list[Rejection]:
+    found = operand_rejections("a", problem.a, None) + operand_rejections("b", problem.b, None)
+    if problem.a.dtype != problem.b.dtype:
+        found.append(Rejection("dtypes", f"{problem.a.dtype} and {problem.b.dtype}", "one dtype"))
     return found
 
 
-@cache
-def _jax_version() -> str | None:
-    if "jax" in sys.modules and not sys.modules["jax"]:  # blocked on purpose
-        return None
-    try:
-        return importlib.metadata.version("jax")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _jax_rejections(problem: Problem) -> list[Rejection]:
+    version = version_of("jax")
+    if not version:
+        return [Rejection("jax", "not installed", "jax >= 0.10.2: pip install gemm-dispatch[jax]")]
+    text = ".".join(map(str, version))
+    if version < LEAST_JAX:
+        return [Rejection("jax", text, "jax >= 0.10.2")]
+    found = []
+    pair = problem.recipe
+    if pair is not None and pair.a.dtype != pair.b.dtype and version < LEAST_JAX_MIXED:
+        found.append(Rejection("jax", text, "jax >= 0.11 to multiply e4m3 by e5m2"))
+    if not _has_absl():
+        found.append(Rejection("absl-py", "not installed", "absl-py, which Pallas imports: pip install absl-py"))
+    return found
 
 
 @cache

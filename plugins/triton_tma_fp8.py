@@ -121,7 +121,7 @@ class TritonBackend:
         """Return a matrix quantized, K-major, as the kernels take it: an `Encoded` of its framework."""
         room = framework_of(operand)
         if room is not None and room.name == "jax":
-            from dispatch.plugins._triton_jax import prepare
+            from dispatch.plugins._quantize_jax import prepare
 
             return prepare(operand, recipe, axis, str(room.arch(operand)))
         from dispatch.plugins._triton_torch import encode

@@ -75,6 +75,19 @@ def matmul(a: Array, b: Array, bias: Array | None, choice: Choice, epilogue: Epi
     return out
 
 
+def lying(x: Array, axis: int) -> tuple[Array, int]:
+    """Return a matrix as it lies in memory, and which of its axes is contracted there.
+
+    What the traced program transposes for the product alone, as derivatives do, need not be copied for it: it can be
+    read as it was before. `parent`, the equation that made a tracer, is JAX's own affair; 0.10 and 0.11 have it.
+    """
+    made = getattr(x, "parent", None)
+    if made is None or getattr(getattr(made, "primitive", None), "name", "") != "transpose":
+        return x, axis
+    turned = x.ndim == 2 and tuple(made.params["permutation"]) == (1, 0)
+    return (made.in_tracers[0], -3 - axis) if turned else (x, axis)
+
+
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, choice: Choice, **params: Any) -> Array:
     """Return jax.lax.dot_general's product, dispatched."""
     own = partial(jax.lax.dot_general, dimension_numbers=dimension_numbers, **params)
@@ -258,6 +271,13 @@ fused = Primitive("dispatch_fused_matmul")
 
 def _unfused(a: Array, b: Array, bias: Array | None = None, *, choice: Choice, epilogue: Epilogue) -> Array:
     own = partial(jnp.matmul, preferred_element_type=epilogue.preferred)
+    rows, axis = lying(b, -2)
+    if axis == -1 and a.ndim > 1 and a.dtype == b.dtype:  # contracted as it lies: it need not be transposed
+        numbers = ((a.ndim - 1,), (1,)), ((), ())
+        own, b = (
+            partial(jax.lax.dot_general, dimension_numbers=numbers, preferred_element_type=epilogue.preferred),
+            rows,
+        )
     return epilogue.apply(replacing(own, partial(product.bind, choice=choice))(a, b), bias)
 
 

@@ -184,6 +184,10 @@ class JaxRoom:
             return own
         return standing.dot_general(lhs, rhs, dimension_numbers, choice, **params)
 
+    def lying(self, x: Array, axis: int) -> tuple[Array, int]:
+        """Return a matrix as it lies in memory, and which of its axes is contracted there."""
+        return standing.lying(x, axis)
+
     def choice(self, policy: Any, backend: str | None, scope: str | None) -> standing.Choice:
         """Return what a dot_general depends on beside its operands; policy: a Policy, name or path, None: in force."""
         given = current_policy() if policy is None else policy
@@ -351,6 +355,8 @@ def _differentiable(plan: Plan, forms: Forms | None, native: Plan) -> Plan:
     compiled = jax.jit(run_jvp)
 
     def product(*operands: Any) -> Any:
+        if forms is None and standing.lowering.get():
+            return plan(*operands)  # differentiated and mapped already; the plan may see how operands lie
         if forms is None:
             return compiled(operands, ())
         arrays = tuple(getattr(x, "array", x) for x in operands)

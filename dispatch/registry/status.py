@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dispatch._backend import Backend
+from dispatch._backend import Backend, Capability
+from dispatch._problem import Operand, Problem
 from dispatch.frameworks import machine
 from dispatch.registry.registry import Registry
 
@@ -43,10 +44,40 @@ def _unavailable(backend: Backend, archs: dict[str, list[str]]) -> str | None:
         return "it declares nothing that it can do"
     if not any(name in archs for name in wanted):
         return f"needs {' or '.join(wanted)}, which is not installed"
-    for capability in backend.capabilities:
-        for name in capability.frameworks:
-            if any(capability.runs_on(arch) for arch in archs.get(name, ())):
-                return None
+    fitting = [
+        _sample(capability, name, arch)
+        for capability in backend.capabilities
+        for name in capability.frameworks
+        for arch in archs.get(name, ())
+        if capability.runs_on(arch)
+    ]
+    if fitting:
+        return _refused(backend, fitting)
     needed = dict.fromkeys(arch for capability in backend.capabilities for arch in capability.archs)
     here = dict.fromkeys(arch for found in archs.values() for arch in found)
     return f"needs {', '.join(needed)}; this machine has {', '.join(here)}"
+
+
+def _refused(backend: Backend, samples: list[Problem]) -> str | None:
+    """Return why none of the problems can run, say for want of another version; None where one can."""
+    said = []
+    for sample in samples:
+        try:
+            found = list(backend.rejections(sample))
+        except Exception:  # a fault is recorded where the backend is asked for a product
+            return None
+        if not found:
+            return None
+        said.append("; ".join(map(str, found)))
+    return said[0]
+
+
+def _sample(capability: Capability, framework: str, arch: str) -> Problem:
+    """Return a problem of middling size that a capability declares."""
+    m, n, k = (-(-1024 // step) * step for step in capability.multiple_of)
+    plain = Operand(capability.dtypes[0])
+    device = "cuda:0" if arch.startswith("sm") else "cpu"
+    recipe = capability.recipes[0] if capability.recipes else None
+    mode = capability.accumulations[0] if capability.accumulations and recipe is not None else None
+    sizes = (m, n, k, plain, plain, capability.out_dtypes[0], framework, arch, device)
+    return Problem(*sizes, recipe=recipe, accumulation=mode)

@@ -250,3 +250,19 @@ def test_a_checkpoint_of_the_one_is_the_others(tmp_path: Path) -> None:
         nnx.update(ours, checkpointer.restore(tmp_path / "state", nnx.state(ours)))
     with dispatch.use_policy("native"):
         close(ours(batch()), plain(batch()))
+
+
+def test_a_checkpoint_keeps_quantized_and_prepared_parameters(tmp_path: Path) -> None:
+    w = jax.random.normal(jax.random.key(0), (32, 16))
+    params = {"up": dispatch.prepare(w), "down": dispatch.quantize(w, "e4m3:row", axis=-2)}
+    empty = jax.tree.map(jnp.zeros_like, params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", params)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", empty)
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+    assert restored["down"].recipe == params["down"].recipe
+    np.testing.assert_array_equal(restored["up"].array, w)
+    np.testing.assert_array_equal(restored["down"].dequantize(), params["down"].dequantize())
+    x = jnp.ones((4, 32))
+    np.testing.assert_array_equal(dispatch.matmul(x, restored["down"]), dispatch.matmul(x, params["down"]))

@@ -48,6 +48,7 @@ class Case:
     bias: str | None = None
     activation: str | None = None
     promoted: bool = False
+    across: bool = False
     programs: int | None = 2  # None: as many as the kernel takes by itself
 
     @property
@@ -56,8 +57,7 @@ class Case:
         found: dict[str, Any] = {"config": self.config, "out_dtype": self.out, "activation": self.activation}
         if self.scales == "block":
             found["blocks"] = True
-        if self.promoted:
-            found["promoted"] = True
+        found |= {name: True for name in ("promoted", "across") if getattr(self, name)}
         return found if self.programs is None else {**found, "programs": self.programs}
 
     def shapes(self) -> list[jax.ShapeDtypeStruct | None]:
@@ -69,7 +69,8 @@ class Case:
             "row": [(self.m,), (self.n,)],
             "block": [(self.m, steps), (-(-self.n // 128), steps)],
         }[self.scales]
-        kinds = [((self.m, self.k), self.dtypes[0]), ((self.n, self.k), self.dtypes[1])]
+        of_b = (self.k, self.n) if self.across else (self.n, self.k)
+        kinds = [((self.m, self.k), self.dtypes[0]), (of_b, self.dtypes[1])]
         kinds += [(shape, F32) for shape in scales] + [((self.n,) if self.bias else None, self.bias)]
         return [None if shape is None else jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
 
@@ -92,6 +93,7 @@ def operands(case: Case) -> tuple[list[Any], np.ndarray, np.ndarray]:
             scale_a = np.repeat(scale_a, 128, 1)[:, : case.k]
             scale_b = np.repeat(np.repeat(scale_b, 128, 0)[: case.n], 128, 1)[:, : case.k]
         a, b = a * scale_a.reshape(len(scale_a), -1), b * scale_b.reshape(len(scale_b), -1)
+    b = b.T if case.across else b
     exact, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
     if bias is not None:
         exact, magnitude = exact + bias, magnitude + np.abs(bias)
@@ -155,6 +157,7 @@ INTERPRETED = {
     "promoted": Case(replace(SMALL, chain=3), 100, 60, 1000, promoted=True, activation="relu"),
     "block scales": Case(replace(SMALL, chain=2), 100, 150, 600, scales="block", bias=F16),
     "bfloat16": Case(SIXTEEN, 100, 60, 200, dtypes=(BF16, BF16), scales="none", out=F32, activation="gelu_tanh"),
+    "bfloat16 across": Case(SIXTEEN, 100, 60, 200, dtypes=(BF16, BF16), scales="none", bias=F32, across=True),
     "one by one": Case(ONE, 1, 1, 1),
 }
 MORE = {
@@ -184,6 +187,9 @@ RACES = {
     "races: beside": Case(replace(SMALL, cluster="n"), 130, 300, 600, bias=F32),
     "races: pingpong": Case(TURNS, 130, 250, 600, programs=3),
     "races: pingpong beside": Case(replace(TURNS, cluster="n"), 130, 300, 600),
+    "races: bfloat16 across": Case(
+        replace(SIXTEEN, cluster="m"), 300, 130, 300, dtypes=(F16, F16), scales="none", out=F16, across=True
+    ),
     "races: promoted": Case(replace(SMALL, chain=3), 130, 100, 1100, promoted=True),
     "races: tcgen05": Case(
         blackwell.Config(64, stages=2, group=2), 600, 300, 600, bias=BF16, activation="silu", programs=3

@@ -133,6 +133,12 @@ HOPPER = {
     "bfloat16": replace(
         BIG, config=replace(COOPERATIVE, block_k=64), dtypes=(BF16, BF16), scales="none", activation="silu"
     ),
+    "bfloat16 across": replace(
+        BIG, config=replace(COOPERATIVE, block_k=64, cluster="m"), dtypes=(BF16, BF16), scales="none", across=True
+    ),
+    "bfloat16 across, odd": replace(
+        BIG, config=replace(FLAT, block_k=64), m=70, n=1041, k=333, dtypes=(BF16, BF16), scales="none", across=True
+    ),
     "float16": replace(BIG, config=replace(PINGPONG, block_k=64), dtypes=(F16, F16), scales="none", out=F16),
     "promoted": replace(BIG, config=PROMOTED, promoted=True, bias=BF16, activation="relu"),
     "block scales": replace(BIG, config=BLOCKS, scales="block"),
@@ -176,10 +182,6 @@ def described_gpu() -> Iterator[None]:
         yield
 
 
-deprecated = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
-
-@deprecated
 @pytest.mark.usefixtures("described_gpu")
 @pytest.mark.parametrize("name", PORTABLE)
 def test_lowers_by_triton_without_a_gpu(name: str) -> None:
@@ -187,7 +189,6 @@ def test_lowers_by_triton_without_a_gpu(name: str) -> None:
     assert "triton" in cases.lowered(portable.gemm, case)
 
 
-@deprecated
 @pytest.mark.usefixtures("described_gpu")
 @pytest.mark.parametrize("kernel", ["hopper", "blackwell", "portable"])
 def test_is_traced_with_64_bits_enabled(kernel: str) -> None:
@@ -245,10 +246,12 @@ def test_refuses_what_is_no_product() -> None:
         hopper.gemm(a, b.T, config=COOPERATIVE)
     with pytest.raises(ValueError, match="cannot multiply float32"):
         hopper.gemm(a.astype(F32), b.astype(F32), config=COOPERATIVE)
+    with pytest.raises(ValueError, match="cannot multiply float8_e4m3fn"):
+        hopper.gemm(a, b.T, config=COOPERATIVE, across=True)
     with pytest.raises(ValueError, match="come together"):
         hopper.gemm(a, b, ones(8), config=COOPERATIVE)
     with pytest.raises(ValueError, match="are needed"):
-        hopper.gemm(a, b, ones(16), ones(16), config=COOPERATIVE)
+        hopper.gemm(a, b, ones(7), ones(16), config=COOPERATIVE)
     with pytest.raises(ValueError, match="bias"):
         hopper.gemm(a, b, bias=ones(8), config=COOPERATIVE)
     with pytest.raises(ValueError, match="does not divide"):
@@ -315,7 +318,6 @@ def test_many_tiles_stay_right(config: str) -> None:
     assert cases.complaints(hopper.gemm, case, runs=3) == []
 
 
-@deprecated
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PORTABLE)
 def test_portable_products_match_float64_on_a_gpu(name: str) -> None:

@@ -21,7 +21,6 @@ pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="this JAX has n
 import jax.numpy as jnp  # noqa: E402
 from dispatch.kernels import pallas_quantize as kernels  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 SPECIAL = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-39, -3e-39, 6e-8, 65504.0)

@@ -18,6 +18,7 @@ jax = pytest.importorskip("jax")
 if not getattr(pytest.importorskip("triton"), "__version__", "").startswith("3.6."):
     pytest.skip("launches from JAX are made with Triton 3.6", allow_module_level=True)
 
+from dispatch.plugins import _quantize_jax as quantizing  # noqa: E402
 from dispatch.plugins import _triton_jax as module  # noqa: E402
 from dispatch.plugins import _triton_launches as launches  # noqa: E402
 from dispatch.plugins._triton_launches import OF_A, OF_B  # noqa: E402
@@ -102,10 +103,12 @@ def _quantizing(source: launches.Source) -> Any:
         assert x.dtype.name == dtype
         assert x.shape == ((form.k, form.rows) if transposed else (form.rows, form.k))
         made = dispatch.quantize(x.T if transposed else x, form.recipe)
-        data = jnp.pad(made.data, ((0, 0), (0, form.padded_k - form.k)))
+        data = jnp.pad(made.data, ((0, form.padded_rows - form.rows), (0, form.padded_k - form.k)))
         scale = made.scale
+        if form.recipe.granularity != "tensor":
+            scale = jnp.pad(scale, ((0, form.scale[0] - scale.shape[0]), (0, 0)))
         if form.along_rows:
-            scale = jnp.pad(scale.T, ((0, 0), (0, form.stored_scale[1] - form.rows)))
+            scale = jnp.pad(scale.T, ((0, 0), (0, form.stored_scale[1] - scale.shape[0])))
         return [data, scale]
 
     return [launches.Step(kernel, (), (), {}, (slots.data, slots.scale))], 0
@@ -140,10 +143,11 @@ def _multiplying(
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let NumPy's rules stand in for the kernels; return the zeroed bytes and archs of what was bound."""
     bound: list[Any] = []
-    monkeypatch.setattr(module.launches, "quantizing", _quantizing)
-    monkeypatch.setattr(module.launches, "quantizing_both", lambda sides: None)
-    monkeypatch.setattr(module.launches, "multiplying", _multiplying)
-    monkeypatch.setattr(module, "bind", lambda step, arch, zeroed=None: bound.append((step, arch)) or Emulated(step))
+    monkeypatch.setattr(launches, "quantizing", _quantizing)
+    monkeypatch.setattr(launches, "quantizing_both", lambda sides: None)
+    monkeypatch.setattr(launches, "multiplying", _multiplying)
+    for place in (module, quantizing):
+        monkeypatch.setattr(place, "bind", lambda step, arch, zeroed=None: bound.append((step, arch)) or Emulated(step))
     return bound
 
 
@@ -187,7 +191,7 @@ class TestEmulated:
         assert len(emulated) == 1, "nothing but the product is launched"
         assert error(self.plan(recipe, a, right)(a, right), wanted) < 6e-3
         plan = BACKEND.plan(problem(recipe, 30, 33, 200, b=Operand("bfloat16", prepared=True)))
-        made = module.encode(b, pair.b, -2, "sm90")
+        made = quantizing.encode(b, pair.b, -2, "sm90")
         emulated.clear()
         assert error(jax.jit(plan)(a, made), wanted) < 6e-3
         assert emulated == [], "what a plan launches is compiled when it is made"
@@ -228,6 +232,22 @@ class TestEmulated:
         looped = self.plan(TENSOR, a[0], b[0])
         assert "scan" in str(jax.make_jaxpr(jax.vmap(looped))(a, b)), "scales of a tensor belong to one entry"
 
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS, "e4m3:64x64"])
+    def test_what_the_program_transposes_is_quantized_from_where_it_lies(self, recipe: str) -> None:
+        a, b, bias = normal(0, 30, 200), normal(1, 200, 33), normal(2, 33)
+        plan, wanted = self.plan(recipe, a, b, bias="bfloat16"), exact(recipe, a, b) + wide(bias)
+
+        def product(x: Any, y: Any, bias: Any) -> Any:
+            return plan(x.T, y.T, bias)
+
+        traced = jax.jit(product).trace(a.T, b.T, bias)
+        assert error(jax.jit(product)(a.T, b.T, bias), wanted) < 6e-3
+        inner = next(x for x in traced.jaxpr.eqns if x.primitive.name in ("jit", "pjit"))
+        assert list(inner.invars[:2]) == list(traced.jaxpr.jaxpr.invars[:2]), "neither is transposed before"
+        many = jax.vmap(jax.jit(product), (0, None, None))(jnp.stack([a.T, -a.T]), b.T, bias)
+        assert error(many[0], wanted) < 6e-3
+        assert error(many[1], 2 * wide(bias) - wanted) < 6e-3
+
     def test_nested_vmap_and_scan(self) -> None:
         a, b = normal(0, 2, 3, 5, 40), normal(1, 2, 3, 40, 7)
         plan = self.plan(ROW, a[0, 0], b[0, 0])
@@ -266,10 +286,10 @@ class TestEmulated:
 
     def test_prepare_is_jitted_once_a_recipe(self, emulated: list[Any]) -> None:
         b, recipe = normal(1, 40, 7), RecipePair.parse(ROW).b
-        module._encoding.cache_clear()
-        one, other = (module.prepare(b, recipe, -2, "sm90") for _ in range(2))
+        quantizing._encoding.cache_clear()
+        one, other = (quantizing.prepare(b, recipe, -2, "sm90") for _ in range(2))
         assert len(emulated) == 1
-        assert isinstance(one, module.Encoded)
+        assert isinstance(one, quantizing.Encoded)
         assert np.asarray(one.matrix).tobytes() == np.asarray(other.matrix).tobytes()
         assert {x.shape for x in jax.tree.leaves(one)} == {(7, 48), (7, 1)}
 
@@ -283,11 +303,11 @@ class TestEveryLaunchCompiles:
         bound: list[Any] = []
 
         def compiled(kernel: Any, grid: Any, arguments: Any, options: Any, *, capability: int, **_: Any) -> Any:
-            made, _types = module.launching_jax._compile(kernel, arguments, options, capability)
+            made, _types = quantizing.launching_jax._compile(kernel, arguments, options, capability)
             bound.append(made)
             return SimpleNamespace(results=())
 
-        monkeypatch.setattr(module.launching_jax, "bind", compiled)
+        monkeypatch.setattr(quantizing.launching_jax, "bind", compiled)
         BACKEND.plan(problem(recipe, 264, 520, 1040, arch=arch))
         assert all(f"sm_{arch[2:]}" in made.asm["ptx"] for made in bound)
         assert {"sm89": "mma.sync", "sm90": "wgmma", "sm100": "tcgen05.mma", "sm120": "mma.sync"}[arch] in "".join(
@@ -384,6 +404,29 @@ class TestOnAGPU:
         asked = problem(recipe, 130, 273, 640, b=Operand("bfloat16", prepared=True))
         made = BACKEND.prepare(b, pair.b, axis=-2)
         assert error(BACKEND.plan(asked)(a, made), exact(recipe, a, b)) < 6e-3
+
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS])
+    @pytest.mark.parametrize("size", [(33, 65, 144), (2048, 1024, 4096)])
+    def test_what_the_program_transposes_is_quantized_from_where_it_lies(
+        self, size: tuple[int, int, int], recipe: str
+    ) -> None:
+        m, n, k = size
+        a, b = normal(0, m, k), normal(1, k, n)
+        plan = BACKEND.plan(problem(recipe, m, n, k))
+        turned = jax.jit(lambda x, y: plan(x.T, y.T))(a.T.copy(), b.T.copy())
+        assert error(turned, wide(plan(a, b))) < 1e-3
+
+    def test_gradients_of_a_jitted_loss(self) -> None:
+        a, b = normal(0, 512, 1024), normal(1, 1024, 2048)
+
+        def loss(product: Any) -> Any:
+            return lambda x, y: (product(x, y).astype("float32") ** 2).sum()
+
+        with dispatch.use_policy(gate={"min_speedup": 0.0}, tuning={"budget_ms": 50}):
+            ours = jax.jit(jax.grad(loss(lambda x, y: dispatch.matmul(x, y, backend=BACKEND.name)), (0, 1)))(a, b)
+        own = jax.jit(jax.grad(loss(jnp.matmul), (0, 1)))(a, b)
+        for found, wanted in zip(ours, own, strict=True):
+            assert 1e-3 < error(found, wide(wanted)) < 0.08
 
     def test_raw_fp8_has_scales_of_one(self) -> None:
         a, b = normal(0, 130, 200, dtype="float8_e4m3fn"), normal(1, 200, 77, dtype="float8_e4m3fn")

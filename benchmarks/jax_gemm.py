@@ -36,7 +36,7 @@ from dispatch._api import engine
 ROW, BLOCKS = "e4m3:row", "e4m3:1x128@e4m3:128x128"
 PALLAS, TRITON, CUBLAS, NATIVE = "pallas_fp8", "triton_tma_fp8", "cublas", "jnp.matmul"
 XLA, BARE, TORCH = "XLA row scales", "XLA no scales", "torch row scales"
-SQUARE = [(2048,) * 3, (4096,) * 3, (8192,) * 3]
+SQUARE = [(8192,) * 3, (4096,) * 3, (2048,) * 3]
 DENSE = [(4096,) * 3, (8192,) * 3, (8192, 28672, 8192), (8192, 8192, 28672)]
 MID = [(1024,) * 3, (2048,) * 3, (512, 8192, 8192)]
 DECODE = [(16, 8192, 8192), (64, 8192, 8192), (128, 8192, 8192)]
@@ -413,7 +413,7 @@ TABLES: dict[str, tuple[Callable[..., Iterator[Row]], Sequence[Sequence[int]]]] 
     "mid": (kernels, MID),
     "block": (partial(kernels, recipe=BLOCKS, others=(BARE,)), DENSE[:2]),
     "quantize": (quantize, [(8192, 8192), (4096, 4096)]),
-    "chosen": (chosen, SQUARE[1:]),
+    "chosen": (chosen, SQUARE[:2]),
 }
 
 

@@ -162,6 +162,7 @@ def served_by(a: Any, b: Any) -> str:
 
 @gpu
 class TestOnTheDevice:
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
     @pytest.mark.parametrize("watched", ALL, indirect=True)
     @pytest.mark.parametrize("layout", ["row", "col"])
     def test_normal_data_passes_without_a_wait(self, layout: str, watched: None) -> None:
@@ -170,8 +171,8 @@ class TestOnTheDevice:
         assert served_by(a, b) in BACKENDS
         dispatch.matmul(a, b)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")  # it warns of itself, after it is set
             for _ in range(2 * LEARNT):
                 out = dispatch.matmul(a, b)
         finally:

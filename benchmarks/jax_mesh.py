@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from _jax_programs import collectives, distance, in_turns, line, watching
 
 import dispatch
+from dispatch.integrations.jax import measure_parts
 
 P = jax.sharding.PartitionSpec
 OWN = "jnp.matmul"
@@ -119,6 +120,8 @@ def run(part: str, programs: dict[str, Any], given: Any) -> dict[str, dict[str, 
         start = time.perf_counter()
         with watching() as decisions:
             compiled[name] = jax.jit(function).lower(*operands).compile()
+            if measure_parts():
+                compiled[name] = jax.jit(function).lower(*operands).compile()
         print(f"  {name}: compiled and decided in {time.perf_counter() - start:.1f} s")
         for decision in decisions:
             print(f"    {line(decision)}", flush=True)

@@ -36,6 +36,7 @@ def rows(table: str) -> list[Row]:
                     entry["table"] == "host_call" and entry["candidate"],
                     entry.get("way"),
                     entry.get("gradient"),
+                    entry.get("family"),
                     entry["table"] == "counters" and entry["candidate"],
                 )
                 found[json.dumps([path.stem, *kind, entry.get("size")])] = entry
@@ -197,6 +198,73 @@ def counters() -> str:
     return "\n".join([*lines, "", *_machines(found)])
 
 
+def guard() -> str:
+    """Return the table of families of data: what wins, and what the guard says where normal data had decided."""
+    lines = [
+        "| m x n x k | family | winner | speedup | similarity loss | relative L2 | max/scale | row scales | tensor |"
+    ]
+    lines.append("|---" * 9 + "|")
+    found = rows("guard")
+    for entry in found:
+        problem = entry["problem"]
+        cells = [
+            f"{problem['m']} x {problem['n']} x {problem['k']}",
+            entry["family"],
+            f"`{entry['candidate']}`",
+            _number(entry["speedup"], "{:.2f}x"),
+            *(_number(value, "{:.1e}") for value in entry["error"].values()),
+            *(_guarded(entry["guards"][recipe]) for recipe in ("e4m3:row", "e4m3:tensor")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+def _guarded(found: Row | None) -> str:
+    if found is None:
+        return "none is chosen"
+    calls = found["async_tripped_after"]
+    said = f"tripped after {calls}" if calls else "silent"
+    return f"{found['loss']:.1e}: async {said}, strict {found['strict']}"
+
+
+def guard_cost() -> str:
+    """Return the table of what the guard costs where both operands are quantized."""
+    lines = ["| m x n x k | b | off | async | 95% interval | pairs | strict |", "|---" * 7 + "|"]
+    found = rows("guard_cost")
+    for entry in found:
+        problem = entry["problem"]
+        cells = [
+            f"{problem['m']} x {problem['n']} x {problem['k']}",
+            entry["layout"],
+            _us(entry["off_us"]),
+            f"{entry['async']:+.2%}",
+            f"{entry['async_low']:+.2%} to {entry['async_high']:+.2%}",
+            str(entry["pairs"]),
+            f"{entry['strict_ratio']:.2f}x",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+def guard_trips() -> str:
+    """Return the table of how soon async trips."""
+    lines = [
+        "| m x n x k | trips in 1000 normal calls | data beyond the tolerance | an outlier row |",
+        "|---" * 4 + "|",
+    ]
+    found = rows("guard_trips")
+    for entry in found:
+        problem, (least, most) = entry["problem"], entry["outlier_calls"]
+        cells = [
+            f"{problem['m']} x {problem['n']} x {problem['k']}",
+            str(entry["normal_trips"]),
+            f"after {entry['broken_calls']} calls",
+            f"after {least} to {most} calls, at {entry['places']} places",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
 KERNELS = ("dense", "mid", "decode", "block", "promoted", "sixteen_bit", "end_to_end")
 TABLES: dict[str, Callable[[], str]] = {
     "gpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("sm")),
@@ -204,7 +272,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": host,
     **{name: partial(kernels, name) for name in KERNELS},
     "quantize": quantize,
-    **{name: partial(kernels, name) for name in ("pallas_promoted", "pallas_end_to_end")},
+    "pallas_promoted": partial(kernels, "pallas_promoted"),
     **{f"jax_{name}": partial(kernels, f"jax_{name}") for name in ("dense", "decode", "mid", "block", "end_to_end")},
     **{f"jax_{name}": partial(kernels, f"jax_{name}") for name in ("quantize", "chosen")},
     "pallas_quantize": pallas_quantize,
@@ -212,6 +280,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "torch_graphs": torch_graphs,
     "linear": linear,
     "counters": counters,
+    "guard": guard,
+    "guard_cost": guard_cost,
+    "guard_trips": guard_trips,
 }
 
 

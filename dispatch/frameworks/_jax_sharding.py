@@ -1,10 +1,18 @@
-"""Products that XLA's partitioner spreads over devices: each device's part is a problem of its own, decided for it."""
+"""Products that XLA's partitioner spreads over devices: each device's part is a problem of its own, decided for it.
+
+The partitioner asks while XLA compiles. For GPUs XLA compiles one program at a time, so nothing can be measured then:
+what is not known takes the own product, and waits for `measure_parts`.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +21,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Array = Any
+logger = logging.getLogger("dispatch")
+_asked: ContextVar[list[str] | None] = ContextVar("dispatch_asked", default=None)
+_unmeasured: list[Callable[[], Any]] = []
 HERE, SEVERAL, ELSEWHERE = "here", "several", "elsewhere"
 Spec = tuple[Any, ...]
 Scales = tuple[Sequence[int | None] | None, Sequence[int | None] | None]
@@ -77,7 +88,7 @@ def partitioned(
         axes, summed = _spread_out(mesh, specs, contracted, [x.shape for x in operands], scales)
 
         def part(*parts: Array) -> Array:
-            with jax.enable_x64(x64):
+            with jax.enable_x64(x64), _noting(multiply, parts, x64):
                 out = multiply(*parts)
                 return jax.lax.psum(out, summed) if summed else out
 
@@ -94,6 +105,59 @@ def partitioned(
     made.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(contracted))
     called: Callable[..., Array] = made
     return called
+
+
+@contextmanager
+def _noting(multiply: Callable[..., Array], parts: Sequence[Array], x64: bool) -> Iterator[None]:
+    """Let nothing be measured, where XLA compiles for GPUs, but keep note of what would have been."""
+    if not one_at_a_time():
+        yield
+        return
+    token = _asked.set([])
+    try:
+        yield
+        asked = _asked.get()
+    finally:
+        _asked.reset(token)
+    if asked:
+        if not _unmeasured:
+            logger.warning(
+                "dispatch: products of a mesh of GPUs are not known yet and take JAX's own product: nothing can be "
+                "measured while XLA compiles. dispatch.integrations.jax.measure_parts() measures them, and lets JAX "
+                "compile anew"
+            )
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parts]
+        _unmeasured.append(partial(_decide, multiply, shapes, x64))
+
+
+def one_at_a_time() -> bool:
+    """Return whether XLA compiles no program while it compiles another: as for GPUs."""
+    return bool(jax.default_backend() == "gpu")
+
+
+def compiling() -> str | None:
+    """Return why nothing can be measured now, or None; what asks is noted."""
+    asked = _asked.get()
+    if asked is None:
+        return None
+    asked.append("a part")
+    return "XLA is compiling the program"
+
+
+def _decide(multiply: Callable[..., Array], shapes: Sequence[Any], x64: bool) -> None:
+    with jax.enable_x64(x64):
+        jax.eval_shape(multiply, *shapes)
+
+
+def measure_parts() -> int:
+    """Decide what was asked while XLA compiled, and let JAX compile anew. Return for how many products."""
+    waiting = _unmeasured[:]
+    del _unmeasured[: len(waiting)]
+    for decide in waiting:
+        decide()
+    if waiting:
+        jax.clear_caches()
+    return len(waiting)
 
 
 def explicit(avals: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _jax_policy
 from dispatch.frameworks import _jax_product as standing
 from dispatch.frameworks import _jax_scaled as by_scaled
+from dispatch.frameworks import _jax_sharding as spread
 from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call
 from dispatch.frameworks._cpu import cpu_arch
@@ -194,8 +195,15 @@ class JaxRoom:
         return standing.Choice(given if isinstance(given, Policy) else load_policy(given), backend, scope)
 
     def measurable(self, a: Any) -> str | None:
-        """Return a reason for complex values: errors are measured in float64. Traces are none: see isolated."""
-        return "complex products are not measured" if a.dtype.kind == "c" else None
+        """Return a reason for complex values, whose errors are not measured, and while XLA compiles for a mesh of GPUs.
+
+        Traces are none: see isolated.
+        """
+        return "complex products are not measured" if a.dtype.kind == "c" else spread.compiling()
+
+    def measure_parts(self) -> int:
+        """Decide the products of parts of a mesh that were not known when XLA compiled; return how many those were."""
+        return spread.measure_parts()
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int, device: str | None = None) -> Array:
         """Return random values from a key of its own."""

@@ -1,4 +1,5 @@
-"""Delayed scaling in JAX: operands quantized by the maxima of earlier steps, kept as state beside the parameters.
+"""Delayed scaling in JAX: operands quantized by the maxima of earlier steps, kept as state beside the parameters; and
+the measuring of products on meshes.
 
 Current scaling, which every other product here has, reads an operand twice: for its maxima, then to quantize it.
 Delayed scaling reads it once. Formula and names are those of Transformer Engine's DelayedScaling recipe
@@ -23,6 +24,18 @@ from dispatch import RecipePair, ScaledArray, ScalingRecipe
 Array = Any
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, float(jnp.finfo(jnp.float32).max)
 MOST_COUNTED = 2**31 - 1
+
+
+def measure_parts() -> int:
+    """Measure the products on meshes of GPUs that were not known when XLA compiled a program, and return how many.
+
+    XLA asks for each device's part while it compiles, and compiles nothing else for GPUs meanwhile: what is not known
+    then takes JAX's own product. Call a function once, then this, and JAX compiles it anew at its next call, with what
+    was chosen (`jax.clear_caches()` is called). Decisions are kept: later processes know them at once. On CPUs, in
+    `shard_map` over a whole mesh and on meshes with explicit sharding types products are measured as they are met.
+    """
+    found: int = dispatch.framework("jax").measure_parts()  # type: ignore[attr-defined]
+    return found
 
 
 class Amax(NamedTuple):

@@ -24,15 +24,17 @@ def load(path: Path) -> ModuleType:
 def test_tables_are_made_from_the_results() -> None:
     tables = load(REPO / "benchmarks" / "tables.py")
     texts = [page.read_text(encoding="utf-8") for page in tables.PAGES]
-    assert sum(len(tables.MARKED.findall(text)) for text in texts) == len(tables.TABLES)
+    marked = [name for text in texts for _, name, _ in tables.MARKED.findall(text)]
+    assert len(set(marked)) == len(marked)
     for text in texts:
         assert tables.filled(text) == text, "run python benchmarks/tables.py --write"
 
 
-def test_every_table_has_rows() -> None:
+def test_every_table_with_rows_is_shown_and_no_other() -> None:
     tables = load(REPO / "benchmarks" / "tables.py")
-    for name, make in tables.TABLES.items():
-        assert len(make().splitlines()) > 3, name
+    texts = [page.read_text(encoding="utf-8") for page in tables.PAGES]
+    marked = {name for text in texts for _, name, _ in tables.MARKED.findall(text)}
+    assert marked == {name for name, make in tables.TABLES.items() if "Measured on" in make()}
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{x.name}" for x in REPO.glob("docs/*.md"))])

@@ -313,3 +313,28 @@ def test_two_scaled_operands_on_a_mesh(rough: Rough) -> None:
     close(jax.jit(dispatch.matmul)(x, w), jax.jit(biased)(*own))
     assert rough.sizes() == {(8, 24, 8)}
     assert collectives(dispatch.matmul, x, w) == collectives(jnp.matmul, *own)
+
+
+def test_what_cannot_be_measured_while_xla_compiles_waits(rough: Rough, monkeypatch: Any, caplog: Any) -> None:
+    """As for GPUs, for which XLA compiles one program at a time."""
+    from dispatch.frameworks import _jax_sharding
+    from dispatch.integrations.jax import measure_parts
+
+    monkeypatch.setattr(_jax_sharding, "one_at_a_time", lambda: True)
+    mesh = mesh_of(AUTO)
+    x = put(array((16, 32), 0), mesh, "x", None)
+    up, down = put(array((32, 56), 1), mesh, None, "y"), put(array((56, 32), 2), mesh, "y", None)
+
+    def mlp(product: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *y: jnp.square(product(product(*y[:2]), y[2])).mean(), (0, 1, 2)))
+
+    before, ours = dispatch.stats()["measured"], mlp(dispatch.matmul)
+    close(ours(x, up, down), mlp(jnp.matmul)(x, up, down))
+    assert dispatch.stats()["measured"] == before
+    assert not rough.problems
+    assert caplog.text.count("measure_parts") == 1
+    assert measure_parts() >= 6
+    assert dispatch.stats()["measured"] == before + 6
+    close(ours(x, up, down), mlp(biased)(x, up, down))
+    assert measure_parts() == 0
+    assert rough.sizes() == {(8, 14, 32), (8, 32, 14)}

@@ -1,8 +1,9 @@
 """Whether a result is outside the tolerance, at the cost of a few passes over memory: probes, and a second look.
 
 C X against A (B X) for random signs X, a (n, VECTORS) matrix: the square of a row of C X - A (B X), averaged over the
-vectors, has as its mean the squared error of that row of C (Freivalds' check with magnitudes). Rows whose estimate is
-beyond SUSPICION of the tolerance are then multiplied in float64, so that no result is refused by an estimate alone.
+vectors, has as its mean the squared error of that row of C (Freivalds' check with magnitudes). Where estimates are
+beyond SUSPICION of the tolerance, more vectors say which of those rows are beyond DOUBT of it; these are multiplied in
+float64, so that no result is refused by an estimate alone.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from dispatch.measuring.session import Baseline, Operands
 if TYPE_CHECKING:
     from dispatch.frameworks import Framework
 
-VECTORS = 32
-SUSPICION = 0.25
-"""Share of the allowed squared error, as estimated, from which a row is looked at again."""
+VECTORS, MORE_VECTORS = 32, 128
+SUSPICION, DOUBT = 0.25, 0.5
+"""Shares of the allowed squared error, as estimated by few and by more vectors, from which a row is looked at again."""
 LOOKED_AT = 64
 """Rows that are looked at again at once, the largest estimates first."""
 ESTIMATED = ("similarity_loss", "relative_l2")
@@ -38,11 +39,13 @@ def beyond(
     """
     a, b, *bias = operands
     base = Baseline(room, problem, (stated(room, a, problem.a.dtype), stated(room, b, problem.b.dtype), *bias))
-    squares = estimates(base, out, seed, metric)
-    squares[np.isnan(squares)] = np.inf
     allowed = limit * limit if metric == "relative_l2" else limit
+    squares = estimates(base, out, 2 * seed, metric)
     suspects = np.flatnonzero(squares > SUSPICION * allowed)
-    suspects = suspects[np.argsort(-squares[suspects])]
+    if len(suspects):
+        squares = estimates(base, out, 2 * seed + 1, metric, MORE_VECTORS)
+        suspects = suspects[squares[suspects] > DOUBT * allowed]
+        suspects = suspects[np.argsort(-squares[suspects])]
     for start in range(0, len(suspects), LOOKED_AT):
         reference = base.truth(_rows(suspects[start : start + LOOKED_AT], base.problem))
         error = compare(reference.sampled(room, out), reference.values).value(metric)
@@ -51,8 +54,11 @@ def beyond(
     return None
 
 
-def estimates(base: Baseline, out: Any, seed: int, metric: str) -> Float64:
-    """Return the estimated similarity_loss, or the square of relative_l2, of every row of a result, flattened."""
+def estimates(base: Baseline, out: Any, seed: int, metric: str, vectors: int = VECTORS) -> Float64:
+    """Return the estimated similarity_loss, or the square of relative_l2, of every row of a result, flattened.
+
+    Inf where there is none: the probes are not finite.
+    """
     room, problem = base.room, base.problem
     dtypes = {problem.a.dtype, problem.b.dtype}
     dtype = "float64" if "float64" in dtypes or ("float32" in dtypes and room.name != "jax") else "float32"
@@ -61,7 +67,7 @@ def estimates(base: Baseline, out: Any, seed: int, metric: str) -> Float64:
         return room.cast(x, dtype)
 
     matmul, (a, b), bias = room.xp.matmul, base.exact, base.operands[2:]
-    signs = cast(room.xp.sign(room.normal((problem.n, VECTORS), "float32", seed, room.device(out))))
+    signs = cast(room.xp.sign(room.normal((problem.n, vectors), "float32", seed, room.device(out))))
     found, wanted = matmul(cast(out), signs), matmul(cast(a), matmul(cast(b), signs))
     x, y = (room.to_numpy(values).astype(np.float64) for values in (found, wanted))
     for extra in bias:
@@ -72,7 +78,8 @@ def estimates(base: Baseline, out: Any, seed: int, metric: str) -> Float64:
         x, y = x / size, y / size  # squares of 1e-200 would be 0
         difference, own = np.square(x - y).sum(-1), np.square(y).sum(-1)
         scale = own if metric == "relative_l2" else own + np.square(x).sum(-1)
-        return np.asarray(np.where(difference == 0.0, 0.0, difference / scale)).reshape(-1)
+        squares = np.asarray(np.where(difference == 0.0, 0.0, difference / scale)).reshape(-1)
+        return np.where(np.isnan(squares), np.inf, squares)
 
 
 def _probed(room: Framework, bias: Any, signs: Any) -> Any:

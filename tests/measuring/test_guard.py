@@ -169,6 +169,23 @@ class TestEstimates:
             assert beyond(ROOM, problem, out, (a, b), "relative_l2", 0.1, seed) == pytest.approx(0.1045, rel=1e-3)
             assert beyond(ROOM, problem, out, (a, b), "relative_l2", 0.105, seed) is None
 
+    def test_what_is_right_is_hardly_multiplied_again(self, monkeypatch):
+        """FP8 of normal data: one row in twenty is a suspect after the first probes, none after the second."""
+        looked = []
+        monkeypatch.setattr(Baseline, "truth", lambda self, rows: looked.append(rows))
+        m, n, k = 4000, 256, 64
+        rng = np.random.default_rng(0)
+        a, b = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
+        exact = a @ b
+        wrong = rng.standard_normal((m, n)).astype(np.float32)
+        wrong *= np.linalg.norm(exact, axis=1, keepdims=True) / np.linalg.norm(wrong, axis=1, keepdims=True)
+        out = exact + 0.0374 * wrong  # a similarity_loss of 7e-4
+        problem = Problem(m, n, k, Operand("float32"), Operand("float32"), "float32", "numpy", "cpu")
+        first = estimates(Baseline(ROOM, problem, (a, b)), out, 2, "similarity_loss")
+        assert 0.02 < (first > 0.25 * 0.005).mean() < 0.1
+        assert beyond(ROOM, problem, out, (a, b), "similarity_loss", 0.005, 1) is None
+        assert not looked
+
     @pytest.mark.parametrize("below", [1 / 3, 1 / 2, 2])
     def test_estimates_are_distributed_as_the_docs_say(self, below):
         """Of rows of the same error the share whose estimate is below a fraction of it: F with 32 and 32 degrees."""

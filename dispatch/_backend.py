@@ -47,6 +47,11 @@ class Capability:
     activations: tuple[str, ...] = ACTIVATIONS
     status: str = "measured"
 
+    def __post_init__(self) -> None:
+        stated = (self.frameworks, self.archs, self.dtypes, self.out_dtypes, self.recipes, self.accumulations)
+        if any(isinstance(x, str) for x in (*stated, self.activations, *self.recipes)):
+            raise TypeError(f"{self}: allowed: tuples of names; as recipes a tuple of RecipePair.parse(...) or None")
+
     def runs_on(self, arch: str) -> bool:
         """Return whether `arch` is among its archs."""
         return any(arch == x or (x.endswith("*") and arch.startswith(x[:-1])) for x in self.archs)

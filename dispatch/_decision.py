@@ -139,9 +139,10 @@ class _Judge:
         return found.error.value(self.policy.error.metric) <= self.policy.error.tolerance or self._as_good(candidate)
 
     def settled(self, chosen: Candidate) -> bool:
-        """Return whether no candidate that noise left undecided could be faster than the chosen one."""
+        """Return whether none that noise left undecided, or that scatters by more than it takes, could be faster."""
         best = self.of(chosen) or self.baseline
-        undecided = [m for m in self.measurements.values() if m is not None and not m.settled]
+        found = [m for m in self.measurements.values() if m is not None]
+        undecided = [m for m in found if not m.settled or m.spread_us > m.latency_us]
         if best is None or not undecided:
             return not undecided
         return all(min(m.latency_us, m.median_us) > best.median_us and not _tied(m, best) for m in undecided)
@@ -162,11 +163,11 @@ class _Judge:
         return as_good(found.error, own.error, own.rounding, self.policy.error.metric)
 
     def fast(self, candidate: Candidate) -> bool:
-        """Return whether its speedup passes the gate, and its gain is more than noise."""
-        found = self.of(candidate)
-        if found is None or self.baseline is None or not found.settled:
-            return False
-        return found.speedup >= self.gate(candidate) and not _tied(found, self.baseline)
+        """Return whether its speedup passes the gate, and its gain is more than noise; any passes a gate of 0."""
+        found, gate = self.of(candidate), self.gate(candidate)
+        if found is None or self.baseline is None or gate <= 0.0:
+            return found is not None and self.baseline is not None
+        return found.settled and found.speedup >= gate and not _tied(found, self.baseline)
 
     def verdict(self, candidate: Candidate) -> Verdict:
         """Return what became of an able candidate."""

@@ -92,8 +92,9 @@ class Problem:
     def __str__(self) -> str:
         dtypes = self.a.dtype if self.a.dtype == self.b.dtype else f"{self.a.dtype} x {self.b.dtype}"
         batch = f"batch={'x'.join(map(str, self.batch))}, " if self.batch else ""
-        facts = {"a prepared": self.a.prepared, "b prepared": self.b.prepared, "bias": self.bias is not None}
-        more = "".join(f", {x}" for x in (*(name for name, holds in facts.items() if holds), self.activation) if x)
+        told = (("a", self.a), ("b", self.b))
+        operands = [f"{x} {'prepared' if y.prepared else y.recipe}" for x, y in told if y.prepared or y.recipe]
+        more = "".join(f", {x}" for x in (*operands, "bias" if self.bias else None, self.activation) if x)
         modes = "".join(f", {mode}" for mode in self.modes)
         return (
             f"{self.op}({batch}m={self.m}, n={self.n}, k={self.k}, {dtypes} -> {self.out_dtype}, "

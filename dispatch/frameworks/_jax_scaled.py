@@ -133,6 +133,25 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tu
 ad.primitive_jvps[scaled] = _jvp
 
 
+def _transposed(cotangent: Array, *arrays: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> list[Any]:
+    """Return the cotangents of what the product is linear in, by the own product."""
+    moving = [ad.is_undefined_primal(x) for x in arrays]
+
+    def call(*changing: Array) -> Array:
+        left = iter(changing)
+        given = (next(left) if moves else x for x, moves in zip(arrays, moving, strict=True))
+        return _own(*given, epilogue=epilogue, kinds=kinds)
+
+    shapes = [
+        jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x, moves in zip(arrays, moving, strict=True) if moves
+    ]
+    found = iter(jax.linear_transpose(call, *shapes)(cotangent))
+    return [next(found) if moves else None for moves in moving]
+
+
+ad.primitive_transposes[scaled] = _transposed
+
+
 def _batched(arrays: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
     """Return one product where rows of a alone are mapped over; else what the plan for one of them does under vmap."""
     axes = [dim if isinstance(dim, int) else None for dim in dims]

@@ -91,19 +91,20 @@ def _dgrad(
     shape, dtype = like
     columns, rows = _matrix(b, 1), len(shape) == 1
     grad = _grad_matrix(grad, rows, b.dim() == 1)
-    if (
-        weight is not None
-        and b.dim() == 2
-        and grad.dtype == b.dtype
-        and not (b.is_complex() or torch.is_grad_enabled())
-    ):
-        out = again(grad.flatten(0, -2), weight.mT, "dgrad")
+    if weight is not None and grad.dtype == b.dtype and not b.is_complex() and _is(b, weight.array):
+        out = again(grad.flatten(0, -2), weight.turned(), "dgrad")
         return out.reshape(shape).to(dtype)
     if columns.dim() == 2 and grad.dim() > 2:  # many rows are one product
         grad = grad.flatten(0, -2)
         return _widest(grad, columns.mH, "dgrad", again).reshape(shape).to(dtype)
     out = _widest(grad, columns.mH, "dgrad", again)
     return _as_large(out, (1, *shape) if rows else shape, dtype).reshape(shape)
+
+
+def _is(b: Tensor, weight: Tensor) -> bool:
+    """Return whether a saved matrix is the weight itself, not what a hook made of it, without a second gradient."""
+    same = b.dim() == 2 and b.data_ptr() == weight.data_ptr() and b.shape == weight.shape
+    return bool(same and b.stride() == weight.stride() and not torch.is_grad_enabled())
 
 
 def _wgrad(a: Tensor, grad: Tensor, like: tuple[torch.Size, torch.dtype], again: _Products) -> Tensor:

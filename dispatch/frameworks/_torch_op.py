@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dispatch._api import matmul
 from dispatch._recipe import ScalingRecipe
 from dispatch.frameworks import _torch_autograd as autograd
-from dispatch.frameworks._torch_product import decoded, without_autocast
+from dispatch.frameworks._torch_product import decoded, effective, product, without_autocast
 from dispatch.frameworks.backward import again
 from dispatch.frameworks.compiled import POLICY
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
@@ -147,15 +148,30 @@ def differentiable(
     torch.library.register_autograd would do, but Dynamo looks at each of its frames, in each call.
     """
     tensors = (a, b, bias, scale_a, scale_b)
+    if _functorch() is not None or forward_ad._current_level >= 0:  # of exported programs: nobody asked Dynamo
+        return _native(*tensors, **given)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return cast(Tensor, _Product.apply(*tensors, given))
-    if (
-        _modes()
-        or _functorch() is not None
-        or any(x is not None and (type(x) not in _PLAIN or x.is_meta) for x in tensors)
-    ):
+    if _modes() or any(x is not None and (type(x) not in _PLAIN or x.is_meta) for x in tensors):
         return _below(tensors, given)
     return _run(*tensors, **given)
+
+
+def _native(a: Tensor, b: Tensor, bias: Any, scale_a: Any, scale_b: Any, **given: Any) -> Tensor:
+    """Return torch's own product, which every transform and forward-mode AD knows."""
+    x = a if scale_a is None else _operand(a, scale_a, given["form_a"], None).dequantize()
+    y = b if scale_b is None else _operand(b, scale_b, given["form_b"], None).dequantize()
+    return own(x, y, bias, given.get("activation"), given.get("out_dtype"))
+
+
+def own(a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None) -> Tensor:
+    """Return torch's own product of tensors, raw FP8 among them, with its epilogue."""
+    a, b = decoded(a, b)
+    dtype = effective(a)
+    out = out_dtype or dtype
+    if bias is None and activation is None and out is dtype:
+        return torch.matmul(a, b)
+    return product(a, b, bias, activation, dtype, out)
 
 
 def _below(tensors: Sequence[Tensor | None], given: dict[str, Any]) -> Tensor:

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import register_flop_formula
 from dispatch._api import explain, matmul
 from dispatch._errors import NoBackendError
 from dispatch._problem import ACTIVATIONS
-from dispatch.frameworks._torch_op import OP, differentiable, form
-from dispatch.frameworks._torch_product import decoded, effective, product
+from dispatch.frameworks._torch_op import OP, differentiable, form, own
+from dispatch.frameworks._torch_product import effective
 from dispatch.frameworks.backward import again
 from dispatch.frameworks.request import Request, own_product
 from dispatch.policies.policy import Policy, PolicyError, load_policy, use_policy
@@ -64,7 +64,7 @@ def traced(
     if opaque:
         rest = {"policy": policy, "backend": backend, "scope": scope}
         return _op(a, b, bias, activation, out_dtype, rest)
-    return _own(_decoded(a), _decoded(b), bias, activation, out_dtype)
+    return own(_decoded(a), _decoded(b), bias, activation, _dtype(out_dtype))
 
 
 def _tensor(x: Any) -> Any:
@@ -119,15 +119,6 @@ def _parts(x: Any) -> tuple[Tensor, Tensor | None, str | None, int | None]:
     if dtype is not array.dtype:  # autocast's
         return array.to(dtype), None, None, None
     return array, None, None, x.number if isinstance(x, PreparedOperand) else None
-
-
-def _own(a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: Any) -> Any:
-    a, b = decoded(a, b)
-    own = effective(a)
-    out = _dtype(out_dtype) or own
-    if bias is None and activation is None and out is own:
-        return torch.matmul(a, b)
-    return product(a, b, bias, activation, own, out)
 
 
 def _dtype(given: Any) -> Any:

@@ -164,7 +164,7 @@ class Guard:
         """Return a decision, with what the guard knows of it in its reason."""
         self._look()
         trip = self._trips.get(_key(decision.problem, scope, policy))
-        if trip is None:
+        if trip is None or (policy.guard.mode == "off" and not policy.guard.probe_every):
             return decision
         left = max(0.0, trip[0] - self._clock())
         note = f"the guard {trip[1]}: the framework's own product serves for {left:.0f} s more"

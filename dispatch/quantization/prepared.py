@@ -92,15 +92,14 @@ class PreparedOperand:
         except RuntimeError:  # an inference tensor's
             return None
 
-    @property
-    def mT(self) -> PreparedOperand:
-        """The transposed array, prepared: the same object, with its forms, as long as the array does not change.
+    def turned(self) -> PreparedOperand:
+        """Return the transposed array, prepared, for a backward pass: no gradient goes through it.
 
-        A backward pass multiplies by it.
+        It is the same object, with its forms, as long as the array does not change.
         """
         state, turned = self._room.state(self._array), self._turned
         if turned is None or turned[0] != state:
-            turned = self._turned = state, PreparedOperand(self._array.mT)
+            turned = self._turned = state, PreparedOperand(self._room.isolated(lambda: self._array.mT))
         return turned[1]
 
     def form(self, key: Hashable, make: Callable[[Any], Any]) -> Any:

@@ -49,9 +49,12 @@ class Decisions:
         self.store = store
         self.agreement = agreement or Agreement()
         self._memory: dict[str, Decision] = {}
+        self._job: Any = None
 
     def find(self, key: str) -> Decision | None:
-        """Return the decision under a key, if there is one."""
+        """Return the decision under a key, if there is one; in a job what its store says of those made before it."""
+        if (job := self.agreement.of()) is not self._job:
+            self._memory, self._job = {}, job
         found = self._memory.get(key)
         if found is None:
             found = self._agreed(key)

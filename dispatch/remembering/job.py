@@ -5,6 +5,7 @@ Nothing is waited for but the store's own answer: a process may never meet a pro
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +16,12 @@ PREFIX: Final = "gemm-dispatch/"
 
 
 class Job(Protocol):
-    """What a job's processes have in common. Raises whatever its store raises."""
+    """What a job's processes have in common. Raises whatever its store raises.
+
+    store: the framework's own, one object for as long as the job lasts.
+    """
+
+    store: Any
 
     def get(self, key: str) -> str | None:
         """Return what was written under a key, or None."""
@@ -28,15 +34,15 @@ class TorchJob:
     """torch.distributed's default store, shared by the processes of the default group."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self.store = store
 
     def get(self, key: str) -> str | None:
         """Return what was written under a key, or None."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def first(self, key: str, text: str) -> str:
         """Write `text` under a key unless something is there; return what is there then."""
-        found: bytes = self._store.compare_set(key, "", text)
+        found: bytes = self.store.compare_set(key, "", text)
         return found.decode()
 
 
@@ -44,12 +50,12 @@ class JaxJob:
     """The coordinator of jax.distributed."""
 
     def __init__(self, client: Any) -> None:
-        self._client = client
+        self.store = client
 
     def get(self, key: str) -> str | None:
         """Return what was written under a key, or None."""
         try:
-            found: str = self._client.key_value_try_get(key)
+            found: str = self.store.key_value_try_get(key)
         except Exception as error:
             if "NOT_FOUND" not in str(error):
                 raise
@@ -59,16 +65,34 @@ class JaxJob:
     def first(self, key: str, text: str) -> str:
         """Write `text` under a key unless something is there; return what is there then."""
         try:
-            self._client.key_value_set(key, text)
+            self.store.key_value_set(key, text)
         except Exception as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            return str(self._client.blocking_key_value_get(key, int(WAIT_S * 1000)))
+            return str(self.store.blocking_key_value_get(key, int(WAIT_S * 1000)))
         return text
+
+
+_inherited: list[Job] = []
+"""Of a forked child, the job of its parent: over one connection two processes would take each other's answers."""
 
 
 def current() -> Job | None:
     """Return the job that this process is one of several in, or None. Imports nothing."""
+    found = _found()
+    return None if found is not None and any(found.store is job.store for job in _inherited) else found
+
+
+def _forked() -> None:
+    found = _found()
+    _inherited[:] = [] if found is None else [found]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _found() -> Job | None:
     torch = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized() and torch.get_world_size() > 1:
         return TorchJob(torch.distributed_c10d._get_default_store())
@@ -87,6 +111,11 @@ class Agreement:
     def __init__(self, job: Callable[[], Job | None] = current, wait_s: float = WAIT_S) -> None:
         self._job, self._wait_s = job, wait_s
         self.lost: str | None = None
+
+    def of(self) -> Any:
+        """Return what tells one job from another: its store; None outside of a job."""
+        job = self._job()
+        return None if job is None else getattr(job, "store", job)
 
     def get(self, key: str) -> str | None:
         """Return the text under a key, or None where nobody wrote one or nobody can be asked."""

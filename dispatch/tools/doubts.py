@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import dispatch
 
 OPS = ("matmul", "dgrad", "wgrad")
-_ARCH = re.compile(r"sm|cpu|[*?\[]")
+_ARCH = re.compile(r"sm\d+|cpu(-.*)?|.*[*?\[].*")
 
 
 def doubts(policy: dispatch.Policy) -> list[str]:
@@ -29,7 +29,7 @@ def doubts(policy: dispatch.Policy) -> list[str]:
             if not any(fnmatchcase(name, op) for name in OPS):
                 found.append(f"{place}.match.op: {op!r} matches none of {', '.join(OPS)}")
         for arch in rule["match"].get("arch", ()):
-            if not _ARCH.match(arch):
+            if not _ARCH.fullmatch(arch):
                 found.append(f"{place}.match.arch: {arch!r} matches no arch; they are named like sm90 and cpu-avx512")
         overrides: dict[str, Iterable[str]] = rule["overrides"]
         stated += [
@@ -39,4 +39,8 @@ def doubts(policy: dispatch.Policy) -> list[str]:
         for name in names:
             if not any(fnmatchcase(own, name) for own in known):
                 found.append(f"{key}: {name!r} matches no backend that is registered here: {', '.join(known)}")
+    if values["guard"]["mode"] != "off" and values["error"]["metric"] == "max_abs_over_scale":
+        found.append(
+            "guard.mode: no probe estimates error.metric max_abs_over_scale: the framework's own product serves"
+        )
     return found

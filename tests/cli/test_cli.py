@@ -193,15 +193,16 @@ def test_policy_check_doubts_names_that_are_nobodys(tmp_path):
     file = tmp_path / "file.toml"
     file.write_text(
         'backends.deny = ["cublass", "cpu_*"]\nfallback.too_slow = ["cublas"]\n'
-        '[[rules]]\nmatch = { op = ["dgrd", "?grad"], arch = "hopper" }\nbackends.allow = ["bf16_fallbak"]\n'
+        '[[rules]]\nmatch = { op = ["dgrd", "?grad"], arch = ["hopper", "sm_90"] }\nbackends.allow = ["bf16_fallbak"]\n'
     )
     found = run_json("policy", "check", str(file))
     assert found["ok"] is True
     keys = ["rules[0].match.op: 'dgrd'", "rules[0].match.arch: 'hopper'", "backends.deny: 'cublass'"]
+    keys.insert(2, "rules[0].match.arch: 'sm_90'")
     keys.append("rules[0].backends.allow: 'bf16_fallbak'")
     assert [doubt.partition(" matches")[0] for doubt in found["doubts"]] == keys
     out, _ = run("policy", "check", str(file))
-    assert out.count("look again at") == 4
+    assert out.count("look again at") == 5
 
 
 def test_version():

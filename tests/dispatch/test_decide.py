@@ -136,7 +136,7 @@ def passes(problem, candidate, table, policy):
         return False
     lossless = not keeps_less(problem, candidate) and as_good(found, base, policy.error.metric)
     gate = policy.gate.min_speedup_lossless if lossless else policy.gate.min_speedup
-    fast = found.speedup >= gate and not tied(found, base) and found.settled
+    fast = gate == 0.0 or (found.speedup >= gate and not tied(found, base) and found.settled)
     return fast and accurate(found, base, policy)
 
 
@@ -307,6 +307,20 @@ def test_what_is_not_settled_does_not_win_and_is_not_kept():
     assert decision.candidate == BASELINE
     assert not decision.settled
     assert "too noisy to tell" in decision.reason
+
+
+def test_at_a_gate_of_nothing_noise_refuses_nobody():
+    table = {BASELINE: baseline(spread=90.0), FAST: measured(50.0, spread=60.0, settled=False)}
+    policy = DEFAULT.override(gate={"min_speedup": 0.0, "min_speedup_lossless": 0.0})
+    assert choose(table, policy).candidate == FAST
+
+
+def test_what_scatters_by_more_than_it_takes_is_not_kept():
+    table = {BASELINE: baseline(spread=150.0), FAST: measured(4.0, spread=1.0)}
+    found = choose(table)
+    assert (found.candidate, found.settled) == (BASELINE, False)
+    calm = choose({**table, BASELINE: baseline(spread=97.0)})
+    assert (calm.candidate, calm.settled) == (BASELINE, True)
 
 
 def test_between_tied_winners_the_stable_order_decides():

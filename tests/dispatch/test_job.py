@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import dispatch
+from dispatch.remembering import job
 from dispatch.remembering.decisions import Decisions, keys_of
 from dispatch.remembering.job import PREFIX, Agreement
 from dispatch.remembering.store import DecisionStore
@@ -71,15 +72,15 @@ def decisions(path: Path, job: object, wait_s: float = 5.0) -> Decisions:
 
 def test_the_first_writer_wins(decided, tmp_path) -> None:
     fast, own = decided
-    job, able = Shared(), [fast.candidate, own.candidate]
-    one, other, late = (decisions(tmp_path / f"{name}.sqlite", job) for name in "abc")
+    the_job, able = Shared(), [fast.candidate, own.candidate]
+    one, other, late = (decisions(tmp_path / f"{name}.sqlite", the_job) for name in "abc")
     assert one.agree("key", own, able, lasting=True) == own
     found = other.agree("key", fast, able, lasting=True)
     assert (found.candidate, found.source, found.problem) == (own.candidate, "job", own.problem)
     assert other.find("key").candidate == own.candidate
     assert late.find("key").candidate == own.candidate
     assert late.find("other key") is None
-    assert list(job.texts) == [PREFIX + "key"]
+    assert list(the_job.texts) == [PREFIX + "key"]
 
 
 def test_what_a_store_knows_already_is_agreed_on_too(decided, tmp_path) -> None:
@@ -90,6 +91,31 @@ def test_what_a_store_knows_already_is_agreed_on_too(decided, tmp_path) -> None:
     one, other = (decisions(tmp_path / f"{name}.sqlite", job) for name in "ab")
     assert (one.find("key").backend, one.find("key").source) == ("fast", "store")
     assert (other.find("key").backend, other.find("key").source) == ("fast", "job")
+
+
+def test_what_was_decided_before_a_job_began_is_asked_for_again(decided, tmp_path) -> None:
+    fast, own = decided
+    shared, begun = Shared(), []
+    found = Decisions(DecisionStore(tmp_path / "a.sqlite"), Agreement(lambda: begun[0] if begun else None))
+    found.keep("key", fast)
+    assert found.find("key").candidate == fast.candidate
+    begun.append(shared)
+    decisions(tmp_path / "b.sqlite", shared).agree("key", own, [own.candidate], lasting=True)
+    assert (found.find("key").candidate, found.find("key").source) == (own.candidate, "job")
+
+
+def test_a_forked_child_is_no_member_of_its_parents_job(monkeypatch) -> None:
+    parents, own = Shared(), Shared()
+    for store in (parents, own):
+        store.store = store
+    members = [parents]
+    monkeypatch.setattr(job, "_found", lambda: members[0])
+    monkeypatch.setattr(job, "_inherited", [])
+    assert job.current() is parents
+    job._forked()
+    assert job.current() is None
+    members[0] = own  # it joins one of its own
+    assert job.current() is own
 
 
 def test_a_time_out_means_the_baseline(decided, tmp_path) -> None:

@@ -408,6 +408,13 @@ def test_an_exported_product_by_a_weight_quantized_once_is_the_own(rough: Rough)
     assert "dot_general" in text
 
 
+def test_a_product_by_a_weight_quantized_once_is_transposed_as_the_own(rough: Rough) -> None:
+    a, q = array((3, 4), 0), dispatch.quantize(array((4, 5), 1), "e4m3:row", axis=-2)
+    cotangent = array((3, 5), 2)
+    (found,) = jax.linear_transpose(lambda x: dispatch.matmul(x, q), a)(cotangent)
+    close(found, cotangent @ decoded(q).T)
+
+
 def test_layers_of_one_shape_are_measured_once(rough: Rough) -> None:
     """What is measured while tracing is of random operands, whatever the scope."""
     a, b = array((17, 4), 0), array((4, 5), 1)

@@ -305,3 +305,16 @@ def test_double_backward_through_a_prepared_weight_is_torchs_own(quantizing: Qua
     weight = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda a, w: dispatch.matmul(a, dispatch.prepare(w)), (x, weight))
+
+
+def test_hooks_of_saved_tensors_are_heard_beside_a_prepared_weight(quantizing: Quantizing) -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Parameter(torch.randn(24, 16, generator=torch.Generator().manual_seed(1)))
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    wanted = torch.ones(5, 16) @ weight.detach().mT
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept.clone(), lambda kept: kept):
+        out = dispatch.matmul(x, dispatch.prepare(weight))
+    with torch.no_grad():
+        weight.mul_(2)
+    out.backward(torch.ones(5, 16))
+    assert ((x.grad - wanted).norm() / wanted.norm()).item() < 0.08

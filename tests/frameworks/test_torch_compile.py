@@ -480,6 +480,21 @@ class TestExport:
             same(program.module()(x), functional.gelu(x @ module.weight + module.bias))
         assert winner.calls > before
 
+    def test_transforms_and_forward_mode_of_an_exported_program(self) -> None:
+        module, x, tangent = Linear(), tensor((3, 4)), tensor((3, 4), 7)
+        program = torch.export.export(module, (x,)).module()
+
+        def native(y: Any) -> Any:
+            return functional.gelu(y @ module.weight + module.bias)
+
+        for transform in (torch.func.jacfwd, torch.func.jacrev, torch.func.hessian):
+            same(transform(lambda y: program(y).sum())(x), transform(lambda y: native(y).sum())(x))
+        same(torch.func.jvp(program, (x,), (tangent,)), torch.func.jvp(native, (x,), (tangent,)))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, tangent)
+            found, wanted = (torch.autograd.forward_ad.unpack_dual(f(dual)) for f in (program, native))
+            same(found.tangent, wanted.tangent)
+
     def test_saved_and_loaded(self, tmp_path: Any) -> None:
         module, x = Linear(), tensor((3, 4))
         torch.export.save(torch.export.export(module, (x,)), tmp_path / "linear.pt2")

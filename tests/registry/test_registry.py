@@ -395,3 +395,10 @@ def test_an_interrupt_in_an_observer_passes(with_points):
     a = np.ones((4, 4), np.float32)
     with pytest.raises(KeyboardInterrupt):
         dispatch.matmul(a, a)
+
+
+@pytest.mark.parametrize("odd", [{"archs": "sm90"}, {"recipes": ("e4m3:row",)}, {"frameworks": "torch"}])
+def test_a_capability_of_bare_strings_is_refused(odd):
+    stated = {"frameworks": ("torch",), "archs": ("sm90",), "dtypes": ("bfloat16",), "out_dtypes": ("bfloat16",)}
+    with pytest.raises(TypeError, match="tuples"):
+        Capability(**{**stated, **odd})

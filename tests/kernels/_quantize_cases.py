@@ -250,7 +250,7 @@ def tile_rows(route: str, shape: tuple[int, int], out_shape: tuple[int, int]) ->
 def table(sums: torch.Tensor, launch: int, rows: int) -> torch.Tensor:
     """Return the sums of a launch, (2, rows): squares and errors."""
     capacity = rows // 16 + 128
-    start = 8 + launch % 3 * 2 * capacity
+    start = 8 + launch % 4 * 2 * capacity
     return sums[start : start + 2 * capacity].reshape(2, capacity)
 
 

@@ -260,7 +260,8 @@ def end_launch(sums, trip, launch, program, programs, out_rows):
     The last program starts after all others. It advances the number on the device, so that a replayed graph moves it
     too, and nobody waits for it. A program that reads late, or beside another launch with the same sums, may see the
     next number: it samples another tile, and adds to the table of the next launch, which is not cleared in this one.
-    That does no harm: what is missing tells nothing, and what is added twice leaves a ratio between the two.
+    A row that is missing tells nothing, one that misses parts is judged by the rest, and what is added twice leaves a
+    ratio between the two.
     """
     capacity = out_rows // SAMPLE + JUDGED
     if program * JUDGED < capacity:

@@ -370,10 +370,13 @@ def sample_rows(
         row = tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
         square_sum = tl.zeros((tile_rows, piece), tl.float32)
         error_sum = tl.zeros((tile_rows, piece), tl.float32)
-        for start in range(first, tl.minimum(end, cols), piece):
-            col = start + tl.arange(0, piece)
-            inside = (row < rows)[:, None] & (col < cols)[None, :]
-            value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        col = first + tl.arange(0, piece)
+        source = x + row[:, None] * stride
+        following = tl.load(source + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
+        for _ in range(first, tl.minimum(end, cols), piece):
+            value = following.to(tl.float32)
+            col += piece
+            following = tl.load(source + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
             square, error = squares_of(value, inverse[:, None], out)
             square_sum += square
             error_sum += error
@@ -403,11 +406,15 @@ def sample_columns(
         col = tile.to(tl.int64) * tile_cols + tl.arange(0, tile_cols)
         square_sum = tl.zeros((piece, tile_cols), tl.float32)
         error_sum = tl.zeros((piece, tile_cols), tl.float32)
-        for start in range(first, tl.minimum(end, rows), piece):
-            row = start + tl.arange(0, piece)
+        row = first + tl.arange(0, piece).to(tl.int64)
+        source = x + col[None, :]
+        inside = (row < rows)[:, None] & (col < cols)[None, :]
+        following = tl.load(source + row[:, None] * stride, mask=inside, other=0.0)
+        for _ in range(first, tl.minimum(end, rows), piece):
+            value = following.to(tl.float32)
+            row += piece
             inside = (row < rows)[:, None] & (col < cols)[None, :]
-            source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
-            value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            following = tl.load(source + row[:, None] * stride, mask=inside, other=0.0)
             square, error = squares_of(value, inverse[None, :], out)
             square_sum += square
             error_sum += error

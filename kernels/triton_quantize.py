@@ -226,17 +226,16 @@ def scale_tensor_kernel(
     if sums is not None:  # tiles of whole rows of the output
         launch = launch_agreed(read)
         end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
+        piece: tl.constexpr = (block_rows if transposed else block_cols) // 8
         if transposed:
             tile, first = tile % col_tiles, tile // col_tiles * block_rows
             end = first + block_rows
-            piece: tl.constexpr = block_rows // 8
             sample_columns(
                 x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_cols, piece
             )
         else:
             tile, first = tile // col_tiles, tile % col_tiles * block_cols
             end = first + block_cols
-            piece: tl.constexpr = block_cols // 8
             sample_rows(
                 x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_rows, piece
             )

@@ -25,12 +25,13 @@ from dispatch.kernels.triton_quantize_common import (
     SAMPLE,
     SHIFT,
     Launch,
-    add_column_sums,
-    add_row_sums,
-    counted,
     encode,
-    launch_of,
+    end_launch,
+    launch_agreed,
+    launch_read,
     magnitude,
+    sample_columns,
+    sample_rows,
     scales_of,
     store_scale,
     wait_for_predecessor,
@@ -65,9 +66,11 @@ def quantize_row_tile(
     col = tl.arange(0, block_cols)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     source = x + row[:, None] * stride + col[None, :]
+    if sums is not None:
+        read = launch_read(sums)
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if sums is not None:
-        count = counted(sums)
+        launch = launch_agreed(read)
     amax = tl.max(magnitude(value), 1)
     row_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None], out)
@@ -75,9 +78,9 @@ def quantize_row_tile(
     tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
     store_scale(scale + row, row_scale, row < out_rows)
     if sums is not None:
-        now = launch_of(sums, trip, count, programs, out_rows)
-        if tile % SAMPLE == now % SAMPLE:
-            add_row_sums(x, out, sums, now, tile, 0, cols, rows, cols, stride, out_rows, inverse, block_rows)
+        end_launch(sums, trip, launch, tile, programs, out_rows)
+        piece: tl.constexpr = block_cols // (4 if block_cols <= 8192 else 8)
+        sample_rows(x, out, sums, launch, tile, 0, cols, rows, cols, stride, out_rows, inverse, block_rows, piece)
 
 
 @triton.jit
@@ -127,7 +130,7 @@ def quantize_long_rows_kernel(
     offsets = tl.arange(0, block_cols)
     source = x + row * stride
     if sums is not None:
-        count = counted(sums)
+        read = launch_read(sums)
     largest = tl.zeros((block_cols,), tl.float32)
     for start in range(0, cols, block_cols):
         inside = (start + offsets < cols) & (row < rows)
@@ -143,9 +146,10 @@ def quantize_long_rows_kernel(
     one = tl.arange(0, 1)
     store_scale(scale + row + one, row_scale, one == 0)
     if sums is not None:
-        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
-        if tl.program_id(0) % SAMPLE == now % SAMPLE:
-            add_row_sums(x, out, sums, now, tl.program_id(0), 0, cols, rows, cols, stride, out_rows, inverse, 1)
+        launch = launch_agreed(read)
+        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
+        piece: tl.constexpr = block_cols // 2
+        sample_rows(x, out, sums, launch, tl.program_id(0), 0, cols, rows, cols, stride, out_rows, inverse, 1, piece)
 
 
 @triton.jit
@@ -203,9 +207,9 @@ def scale_tensor_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    amax = tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True)
     if sums is not None:
-        count = counted(sums)
+        read = launch_read(sums)
+    amax = tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True)
     whole_scale, inverse = scales_of(amax, out, scale)
     if tl.program_id(0) == 0:
         one = tl.arange(0, 1)
@@ -220,17 +224,21 @@ def scale_tensor_kernel(
         written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
         tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
     if sums is not None:  # tiles of whole rows of the output
-        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        launch = launch_agreed(read)
+        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
+        piece: tl.constexpr = (block_rows if transposed else block_cols) // 8
         if transposed:
             tile, first = tile % col_tiles, tile // col_tiles * block_rows
-            if tile % SAMPLE == now % SAMPLE:
-                end = first + block_rows
-                add_column_sums(x, out, sums, now, tile, first, end, rows, cols, stride, out_rows, inverse, block_cols)
+            end = first + block_rows
+            sample_columns(
+                x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_cols, piece
+            )
         else:
             tile, first = tile // col_tiles, tile % col_tiles * block_cols
-            if tile % SAMPLE == now % SAMPLE:
-                end = first + block_cols
-                add_row_sums(x, out, sums, now, tile, first, end, rows, cols, stride, out_rows, inverse, block_rows)
+            end = first + block_cols
+            sample_rows(
+                x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_rows, piece
+            )
 
 
 def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int]) -> Launch:
@@ -253,7 +261,7 @@ def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, trip: A
 
     out: (>= rows, >= cols) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out.
 
-    sums, trip: None, or what `triton_quantize_common.launch_of` says, for the guard.
+    sums, trip: None, or what `triton_quantize_common.end_launch` says, for the guard.
     """
     launch = rows_launch((x.shape[0], x.shape[1]), x.stride(0), (out.shape[0], out.shape[1]))
     launch.run(x, out, scale, sums, trip)

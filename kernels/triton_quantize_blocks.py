@@ -14,21 +14,23 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
-    SAMPLE,
     SHIFT,
     Launch,
-    counted,
+    add_to_table,
     encode,
     encode_four,
+    end_launch,
     four_magnitudes,
-    launch_of,
+    launch_agreed,
+    launch_read,
     load_four,
     magnitude,
-    place_of,
+    sampled,
     scales_of,
     squares_of,
     store_four,
     store_scale,
+    sums_of,
     wait_for_predecessor,
 )
 
@@ -69,9 +71,9 @@ def quantize_blocks_kernel(
     block_col = (tl.program_id(0) % col_tiles).to(tl.int64) * across + tl.arange(0, across)
     row = (block_row[:, None] * height + tl.arange(0, height)[None, :])[:, :, None, None]
     col = (block_col[:, None] * width + tl.arange(0, width)[None, :])[None, None, :, :]
-    value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     if sums is not None:
-        count = counted(sums)
+        read = launch_read(sums)
+    value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     amax = tl.max(tl.max(magnitude(value), 3), 1)  # (down, across)
     block_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None, :, None], out)
@@ -80,14 +82,16 @@ def quantize_blocks_kernel(
     place = scale + block_row[:, None] * scale_stride_row + block_col[None, :] * scale_stride_col
     store_scale(place, block_scale, present)
     if sums is not None:  # each block's in units of its own scale
-        launch = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
+        launch = launch_agreed(read)
+        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
         row_tile = tl.program_id(0) // col_tiles
-        if row_tile % SAMPLE == launch % SAMPLE:
+        if sampled(row_tile, launch):
             value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
             square, error = squares_of(value, inverse[:, None, :, None], out)
-            kept, errors = place_of(sums, launch, row_tile, down * height, out_rows)
-            tl.atomic_add(kept, tl.sum(tl.sum(square, 3), 2).reshape(down * height), sem="relaxed")
-            tl.atomic_add(kept + errors, tl.sum(tl.sum(error, 3), 2).reshape(down * height), sem="relaxed")
+            square, error = sums_of(square, error, 3)
+            square, error = sums_of(square, error, 2)
+            square, error = square.reshape(down * height), error.reshape(down * height)
+            add_to_table(sums, launch, row_tile, square, error, out_rows, down * height)
 
 
 @triton.jit
@@ -121,9 +125,9 @@ def transpose_blocks_kernel(
     # The tile has two dimensions, so that lines of out are stored whole; only what is shared has four.
     quad = tile_row * (down * quarter) + tl.arange(0, down * quarter)[:, None]
     col = tile_col * (across * width) + tl.arange(0, across * width)[None, :]
-    first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
     if sums is not None:
-        count = counted(sums)
+        read = launch_read(sums)
+    first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
     largest = four_magnitudes(first, second, third, fourth).reshape(down, quarter, across, width)
     block_scale, inverse = scales_of(tl.max(tl.max(largest, 3), 1), out, scale)  # (down, across)
     inverse = tl.broadcast_to(inverse[:, None, :, None], (down, quarter, across, width))
@@ -136,8 +140,10 @@ def transpose_blocks_kernel(
     place = scale + block_col[None, :] * scale_stride_row + block_row[:, None] * scale_stride_col
     store_scale(place, block_scale, present)
     if sums is not None:
-        launch = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
-        if tile_col % SAMPLE == launch % SAMPLE:
+        launch = launch_agreed(read)
+        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
+        tile = tl.program_id(0) % col_tiles
+        if sampled(tile, launch):
             first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
             square, error = squares_of(first, inverse, out)
             more_square, more_error = squares_of(second, inverse, out)
@@ -145,10 +151,8 @@ def transpose_blocks_kernel(
             more_square, more_error = squares_of(third, inverse, out)
             square, error = square + more_square, error + more_error
             more_square, more_error = squares_of(fourth, inverse, out)
-            square, error = square + more_square, error + more_error
-            kept, errors = place_of(sums, launch, tile_col, across * width, out_rows)
-            tl.atomic_add(kept, tl.sum(square, 0), sem="relaxed")
-            tl.atomic_add(kept + errors, tl.sum(error, 0), sem="relaxed")
+            square, error = sums_of(square + more_square, error + more_error, 0)
+            add_to_table(sums, launch, tile, square, error, out_rows, across * width)
 
 
 def blocks_launch(
@@ -191,7 +195,7 @@ def quantize_blocks(
 
     out: (>= rows, >= cols), transposed (>= cols, >= rows), FP8, contiguous. block: the extents (height, width) of one
     scale's values in out, one of TILES. scale: (out_rows / height, out_cols / width), rounded up, of
-    any strides; float32, or uint8 that hold e8m0. sums, trip: None, or what `triton_quantize_common.launch_of` says,
+    any strides; float32, or uint8 that hold e8m0. sums, trip: None, or what `triton_quantize_common.end_launch` says,
     for the guard.
     """
     out_shape = (out.shape[0], out.shape[1])

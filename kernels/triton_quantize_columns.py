@@ -16,17 +16,17 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
-    SAMPLE,
     SHIFT,
     Launch,
-    add_column_sums,
-    counted,
     encode,
     encode_four,
+    end_launch,
     four_magnitudes,
-    launch_of,
+    launch_agreed,
+    launch_read,
     load_four,
     magnitude,
+    sample_columns,
     scales_of,
     store_four,
     store_scale,
@@ -63,17 +63,19 @@ def quantize_column_tile(
     """
     quad = tl.arange(0, block_rows // 4).to(tl.int64)[:, None]
     col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    if sums is not None:
+        read = launch_read(sums)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     if sums is not None:
-        count = counted(sums)
+        launch = launch_agreed(read)
     col_scale, inverse = scales_of(tl.max(four_magnitudes(first, second, third, fourth), 0), out, scale)
     store_scale(scale + col, col_scale, col < out_rows)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, whole))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
     if sums is not None:
-        now = launch_of(sums, trip, count, programs, out_rows)
-        if tile % SAMPLE == now % SAMPLE:
-            add_column_sums(x, out, sums, now, tile, 0, rows, rows, cols, stride, out_rows, inverse, block_cols)
+        end_launch(sums, trip, launch, tile, programs, out_rows)
+        piece: tl.constexpr = block_rows // 16
+        sample_columns(x, out, sums, launch, tile, 0, rows, rows, cols, stride, out_rows, inverse, block_cols, piece)
 
 
 @triton.jit
@@ -158,20 +160,24 @@ def scale_columns_kernel(
     quad = row_tile.to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     split = tl.arange(0, splits).to(tl.int64)
-    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
     if sums is not None:
-        count = counted(sums)
+        read = launch_read(sums)
+    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
+    if sums is not None:
+        launch = launch_agreed(read)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
     if sums is not None:
-        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
-        if col_tile % SAMPLE == now % SAMPLE:
-            start, end = row_tile * block_rows, (row_tile + 1) * block_rows
-            add_column_sums(x, out, sums, now, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols)
+        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
+        start, end = row_tile * block_rows, (row_tile + 1) * block_rows
+        piece: tl.constexpr = block_rows // 8
+        sample_columns(
+            x, out, sums, launch, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols, piece
+        )
 
 
 @triton.jit
@@ -200,22 +206,26 @@ def scale_partial_columns_kernel(
     row = row_tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     split = tl.arange(0, splits).to(tl.int64)
-    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
     if sums is not None:
-        count = counted(sums)
+        read = launch_read(sums)
+    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
     col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if sums is not None:
+        launch = launch_agreed(read)
     encoded = tl.trans(encode(value, inverse[None, :], out))
     written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
     tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
     if sums is not None:
-        now = launch_of(sums, trip, count, tl.num_programs(0), out_rows)
-        if col_tile % SAMPLE == now % SAMPLE:
-            start, end = row_tile * block_rows, (row_tile + 1) * block_rows
-            add_column_sums(x, out, sums, now, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols)
+        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
+        start, end = row_tile * block_rows, (row_tile + 1) * block_rows
+        piece: tl.constexpr = block_rows // 8
+        sample_columns(
+            x, out, sums, launch, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols, piece
+        )
 
 
 def whole_columns_tile(out_cols: int) -> tuple[int, int] | None:
@@ -276,7 +286,7 @@ def quantize_columns(
 
     out: (>= cols, >= rows) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out. partial: the
     workspace of `columns_workspace`, of any content, None where that is 0. sums, trip: None, or what
-    `triton_quantize_common.launch_of` says, for the guard.
+    `triton_quantize_common.end_launch` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
     first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0)

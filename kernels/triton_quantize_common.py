@@ -26,8 +26,8 @@ SUMS_HEAD = tl.constexpr(8)
 """Float32 values before the tables of the guard's sums."""
 LEARNT = tl.constexpr(256)
 """Launches from which the guard learns what is usual: every tile of whatever operand is sampled 16 times."""
-PIECE = tl.constexpr(512)
-"""Values that are read at once for the guard's sums."""
+TABLES = tl.constexpr(4)
+"""Tables of the guard's sums: of this launch, of the last, of the next, and one to be cleared. A power of two."""
 JUDGED = tl.constexpr(128)
 """Rows that one program judges at once."""
 
@@ -221,48 +221,60 @@ def store_four(out, word, row, quad, out_rows, out_cols, whole: tl.constexpr):
 
 def sums_size(rows: int) -> int:
     """Return how many float32 values the guard's sums of an operand take; rows: those of the quantizer's output."""
-    return int(SUMS_HEAD.value) + 6 * (rows // int(SAMPLE.value) + int(JUDGED.value))
+    return int(SUMS_HEAD.value) + 2 * int(TABLES.value) * (rows // int(SAMPLE.value) + int(JUDGED.value))
 
 
 def sums_head(limit: float, band: float, rounding: float) -> list[float]:
-    """Return what the guard's sums begin with, zeros behind it: see `launch_of`."""
+    """Return what the guard's sums begin with, zeros behind it: see `end_launch`."""
     return [0.0, 0.0, limit, band, rounding, 0.0, float("inf"), 0.0]
 
 
 @triton.jit
-def counted(sums):
-    """Return how many programs counted before this one, in all launches of its quantizer.
-
-    Each program that quantizes an operand counts once, best while it waits for its values. The count moves on the
-    device, so that a replayed graph moves it too, and no program can see another launch's: it is past `launch *
-    programs` once the first has counted, and no further than the last.
-    """
-    return tl.atomic_add(sums.to(tl.pointer_type(tl.int64), bitcast=True), 1, sem="relaxed")
+def launch_read(sums):
+    """Return the number of this launch of its quantizer, as each thread reads it: best before the values are loaded."""
+    number = sums.to(tl.pointer_type(tl.int32), bitcast=True)
+    if INTERPRETED:
+        return tl.load(number + tl.zeros((1,), tl.int32))
+    return tl.load(number + tl.zeros((tl.extra.cuda.num_threads(),), tl.int32), volatile=True)
 
 
 @triton.jit
-def launch_of(sums, trip, count, programs, out_rows):
-    """Return which launch of this quantizer it is, modulo 48, after judging what the one before it left in `sums`.
+def launch_agreed(read):
+    """Return the number that all threads of a program agree on: best while the values are on their way.
 
-    count: of `counted`; programs: how many count in every launch. sums: float32 (`sums_size(out_rows)`), first of all
-    the count (int64, from 0), the limit of error / square, the factor of the band, what errors rounding alone can make,
-    the largest and the least ratio seen (0 and Inf at first); then three tables, of this launch, of the last, and of
-    the next, which is cleared. trip: float32 (2), written where a ratio is not in the band: the ratio, and +1 above it
-    or -1 below.
+    The last program of a launch may advance it between two reads; a branch that depends on it has barriers.
     """
-    launch = count // programs
+    return tl.max(read, 0)
+
+
+@triton.jit
+def end_launch(sums, trip, launch, program, programs, out_rows):
+    """Do what a program has to do for all: the first ones judge the last launch's sums, the last one ends the launch.
+
+    launch: its number; program: which of the `programs` that quantize this operand. sums: float32
+    (`sums_size(out_rows)`), first of all the number of the launch (int32, from 0, wrapping around), the limit of error
+    / square, the factor of the band, what errors rounding alone can make, the largest and the least ratio seen (0 and
+    Inf at first); then four tables. trip: float32 (2), written where a ratio is not in the band: the ratio, and +1
+    above it or -1 below.
+
+    The last program starts after all others. It advances the number on the device, so that a replayed graph moves it
+    too, and nobody waits for it. A program that reads late, or beside another launch with the same sums, may see the
+    next number: it samples another tile, and adds to the table of the next launch, which is not cleared in this one.
+    A row that is missing tells nothing, one that misses parts is judged by the rest, and what is added twice leaves a
+    ratio between the two.
+    """
     capacity = out_rows // SAMPLE + JUDGED
-    first = (count % programs).to(tl.int32) * JUDGED
-    if first < capacity:
-        judge(sums, trip, launch, first, programs * JUDGED, capacity)
-    return (launch % (3 * SAMPLE)).to(tl.int32)
+    if program * JUDGED < capacity:
+        judge(sums, trip, launch, program * JUDGED, programs * JUDGED, capacity)
+    if program == programs - 1:
+        tl.atomic_add(sums.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="relaxed")
 
 
 @triton.jit
 def judge(sums, trip, launch, first, step, capacity):
-    """Compare rows of the last launch's table with the limit and the band, and clear the next one's."""
-    last = sums + SUMS_HEAD + (launch + 2) % 3 * 2 * capacity
-    following = sums + SUMS_HEAD + (launch + 1) % 3 * 2 * capacity
+    """Compare rows of the last launch's table with the limit and the band, and clear that of the one after the next."""
+    last = sums + SUMS_HEAD + ((launch + TABLES - 1) & (TABLES - 1)) * 2 * capacity
+    cleared = sums + SUMS_HEAD + ((launch + 2) & (TABLES - 1)) * 2 * capacity
     largest = tl.zeros((JUDGED,), tl.float32)
     least = tl.full((JUDGED,), float("inf"), tl.float32)
     for start in range(first, capacity, step):
@@ -270,20 +282,20 @@ def judge(sums, trip, launch, first, step, capacity):
         inside = row < capacity
         square = tl.load(last + row, mask=inside, other=0.0, volatile=True)
         error = tl.load(last + capacity + row, mask=inside, other=0.0, volatile=True)
-        tl.store(following + row, 0.0, mask=inside)
-        tl.store(following + capacity + row, 0.0, mask=inside)
+        tl.store(cleared + row, 0.0, mask=inside)
+        tl.store(cleared + capacity + row, 0.0, mask=inside)
         finite = (square < float("inf")) & (error < float("inf"))  # false for NaN
         ratio = tl.where(square > 0.0, error / tl.where(square > 0.0, square, 1.0), 0.0)
         largest = tl.maximum(largest, tl.where(finite, ratio, float("inf")))
-        least = tl.minimum(least, tl.where(finite & (square > 0.0), ratio, float("inf")))
+        least = tl.minimum(least, tl.where(finite & (ratio > 0.0), ratio, float("inf")))
     high, low = tl.max(largest, 0), tl.min(least, 0)
     limit, band, rounding = tl.load(sums + 2), tl.load(sums + 3), tl.load(sums + 4)
     most_seen, least_seen = tl.load(sums + 5, volatile=True), tl.load(sums + 6, volatile=True)
-    if launch <= LEARNT:  # bits of floats that are not negative are in the floats' order
+    known = (launch > LEARNT) | (launch < 0)  # past 2**31
+    if not known:  # bits of floats that are not negative are in the floats' order
         bits = sums.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(bits + 5, high.to(tl.int32, bitcast=True), sem="relaxed")
         tl.atomic_min(bits + 6, low.to(tl.int32, bitcast=True), sem="relaxed")
-    known = launch > LEARNT
     limit = tl.where(known, tl.minimum(limit, tl.maximum(band * most_seen, rounding)), limit)
     floor = tl.where(known & (least_seen < float("inf")), least_seen / band, 0.0)
     if high > limit:
@@ -295,11 +307,9 @@ def judge(sums, trip, launch, first, step, capacity):
 
 
 @triton.jit
-def place_of(sums, launch, tile, tile_rows: tl.constexpr, out_rows):
-    """Return where the sums of a sampled tile's rows stand in this launch's table: squares, and how far on errors."""
-    capacity = out_rows // SAMPLE + JUDGED
-    table = sums + SUMS_HEAD + launch % 3 * 2 * capacity
-    return table + tile // SAMPLE * tile_rows + tl.arange(0, tile_rows), capacity
+def sampled(tile, launch):
+    """Return whether this launch samples the rows of a tile."""
+    return ((tile ^ launch) & (SAMPLE - 1)) == 0
 
 
 @triton.jit
@@ -314,45 +324,99 @@ def squares_of(value, inverse, out):
 
 
 @triton.jit
-def add_row_sums(
-    x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_rows: tl.constexpr
-):
-    """Add up the sums of a sampled tile of rows, columns first to end, read again in pieces: few, so that this needs
-    no more registers than what all programs do; inverse: (block_rows,) or (1,).
-    """
-    row = tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    piece: tl.constexpr = PIECE // block_rows
-    square_sum = tl.zeros((block_rows, piece), tl.float32)
-    error_sum = tl.zeros((block_rows, piece), tl.float32)
-    for start in range(first, tl.minimum(end, cols), piece):
-        col = start + tl.arange(0, piece)
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        square, error = squares_of(value, inverse[:, None], out)
-        square_sum += square
-        error_sum += error
-    place, errors = place_of(sums, launch, tile, block_rows, out_rows)
-    tl.atomic_add(place, tl.sum(square_sum, 1), sem="relaxed")
-    tl.atomic_add(place + errors, tl.sum(error_sum, 1), sem="relaxed")
+def _add_pairs(square, error, more_square, more_error):
+    return square + more_square, error + more_error
 
 
 @triton.jit
-def add_column_sums(
-    x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_cols: tl.constexpr
+def sums_of(square, error, axis: tl.constexpr):
+    """Return the sums of squares and of errors over one axis, in one pass of their reduction."""
+    return tl.reduce((square, error), axis, _add_pairs)
+
+
+@triton.jit
+def add_to_table(sums, launch, tile, square, error, out_rows, tile_rows: tl.constexpr):
+    """Add the sums of the rows of a sampled tile, or of a part of each, to this launch's table; nobody waits for it."""
+    capacity = out_rows // SAMPLE + JUDGED
+    table = sums + SUMS_HEAD + (launch & (TABLES - 1)) * 2 * capacity
+    place = table + tile // SAMPLE * tile_rows + tl.arange(0, tile_rows)
+    tl.atomic_add(place, square, sem="relaxed")
+    tl.atomic_add(place + capacity, error, sem="relaxed")
+
+
+@triton.jit
+def sample_rows(
+    x,
+    out,
+    sums,
+    launch,
+    tile,
+    first,
+    end,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    inverse,
+    tile_rows: tl.constexpr,
+    piece: tl.constexpr,
 ):
-    """Do the same for a tile of columns, rows first to end; inverse: (block_cols,) or (1,)."""
-    col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    piece: tl.constexpr = PIECE // block_cols
-    square_sum = tl.zeros((piece, block_cols), tl.float32)
-    error_sum = tl.zeros((piece, block_cols), tl.float32)
-    for start in range(first, tl.minimum(end, rows), piece):
-        row = start + tl.arange(0, piece)
+    """Add up the sums of a tile of rows, columns first to end, if this launch samples it.
+
+    inverse: (tile_rows,) or (1,). The values are read again, `piece` columns at a time: to keep them would take
+    registers of all programs, and so would larger pieces.
+    """
+    if sampled(tile, launch):
+        row = tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+        square_sum = tl.zeros((tile_rows, piece), tl.float32)
+        error_sum = tl.zeros((tile_rows, piece), tl.float32)
+        col = first + tl.arange(0, piece)
+        source = x + row[:, None] * stride
+        following = tl.load(source + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
+        for _ in range(first, tl.minimum(end, cols), piece):
+            value = following.to(tl.float32)
+            col += piece
+            following = tl.load(source + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
+            square, error = squares_of(value, inverse[:, None], out)
+            square_sum += square
+            error_sum += error
+        square, error = sums_of(square_sum, error_sum, 1)
+        add_to_table(sums, launch, tile, square, error, out_rows, tile_rows)
+
+
+@triton.jit
+def sample_columns(
+    x,
+    out,
+    sums,
+    launch,
+    tile,
+    first,
+    end,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    inverse,
+    tile_cols: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Do the same for a tile of columns, rows first to end; inverse: (tile_cols,) or (1,)."""
+    if sampled(tile, launch):
+        col = tile.to(tl.int64) * tile_cols + tl.arange(0, tile_cols)
+        square_sum = tl.zeros((piece, tile_cols), tl.float32)
+        error_sum = tl.zeros((piece, tile_cols), tl.float32)
+        row = first + tl.arange(0, piece).to(tl.int64)
+        source = x + col[None, :]
         inside = (row < rows)[:, None] & (col < cols)[None, :]
-        source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
-        value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        square, error = squares_of(value, inverse[None, :], out)
-        square_sum += square
-        error_sum += error
-    place, errors = place_of(sums, launch, tile, block_cols, out_rows)
-    tl.atomic_add(place, tl.sum(square_sum, 0), sem="relaxed")
-    tl.atomic_add(place + errors, tl.sum(error_sum, 0), sem="relaxed")
+        following = tl.load(source + row[:, None] * stride, mask=inside, other=0.0)
+        for _ in range(first, tl.minimum(end, rows), piece):
+            value = following.to(tl.float32)
+            row += piece
+            inside = (row < rows)[:, None] & (col < cols)[None, :]
+            following = tl.load(source + row[:, None] * stride, mask=inside, other=0.0)
+            square, error = squares_of(value, inverse[None, :], out)
+            square_sum += square
+            error_sum += error
+        square, error = sums_of(square_sum, error_sum, 0)
+        add_to_table(sums, launch, tile, square, error, out_rows, tile_cols)

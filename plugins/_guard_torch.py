@@ -61,7 +61,7 @@ class Guarded(NamedTuple):
 class Sums:
     """The guard's sums of one operand of a plan: one for each of its quantizer's layouts and each stream.
 
-    On one stream launches are in order, as they must be to count. Graphs share one that is made beside the first.
+    On one stream launches are in order, as their number supposes. Graphs share one that is made beside the first.
     """
 
     def __init__(self, watch: Watch, side: str, recipe: ScalingRecipe, k: int, rows: int, device: torch.device) -> None:

@@ -51,14 +51,30 @@ def compiling(capability: int) -> Iterator[list[Any]]:
         driver._active = active
 
 
-def stack_bytes(kernel: Any) -> int:
-    """Return the bytes of local memory a thread that ptxas gave the kernel: above 0 it spills."""
+def _dumped(kernel: Any, option: str) -> str:
     cuobjdump = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([cuobjdump, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def stack_bytes(kernel: Any) -> int:
+    """Return the bytes of local memory a thread that ptxas gave the kernel: above 0 it spills."""
+    text = _dumped(kernel, "-res-usage")
     return sum(int(part.split(":")[1]) for part in text.split() if part.startswith(("STACK:", "LOCAL:")))
+
+
+def programs_by_registers(kernel: Any) -> int:
+    """Return how many programs of a kernel the 65,536 registers of a multiprocessor hold; they come by 8 a thread."""
+    found = re.search(r"REG:(\d+)", _dumped(kernel, "-res-usage"))
+    assert found is not None
+    return min(64, 65536 // (-(-int(found[1]) // 8) * 8 * 32)) // int(kernel.metadata.num_warps)
+
+
+def sass(kernel: Any) -> str:
+    """Return the machine code of a kernel as text."""
+    return _dumped(kernel, "-sass")
 
 
 def pairs_of_shifted_bytes(ptx: str) -> list[str]:

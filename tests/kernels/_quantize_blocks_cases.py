@@ -132,7 +132,7 @@ def wrong_sums(name: str, device: str, *, transposed: bool, launches: Sequence[i
     head = triton_quantize_common.sums_head(0.5, 4.0, 2.0**-8)
     sums[: len(head)] = torch.tensor(head, device=device)
     trip = torch.zeros(2, device=device)
-    capacity, wrong = (len(sums) - 8) // 6, []
+    capacity, wrong = (len(sums) - 8) // 8, []
     for launch in range(max(launches) + 1):
         x = values.t().contiguous() if transposed else values
         out = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=device)
@@ -148,7 +148,7 @@ def wrong_sums(name: str, device: str, *, transposed: bool, launches: Sequence[i
             place = slice(first // (16 * tile) * tile, first // (16 * tile) * tile + part.stop - first)
             wanted[0, place] = scaled[part].square().sum(1)
             wanted[1, place] = (scaled - out.double())[part].square().sum(1)
-        start = 8 + launch % 3 * 2 * capacity
+        start = 8 + launch % 4 * 2 * capacity
         found = sums[start : start + 2 * capacity].reshape(2, capacity).double()
         if not torch.allclose(found, wanted, rtol=2e-3, atol=1e-5):
             wrong.append(f"launch {launch}: {found.tolist()} should be {wanted.tolist()}")

@@ -179,6 +179,13 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
         )
     for route, (rows, cols) in (("rows", (20, 100)), ("tensor", (40, 100)), ("many_transposed", (100, 20))):
         cases[f"{route}-guard_trips"] = lambda route=route, rows=rows, cols=cols: wrong_trips(route, normal(rows, cols))
+    cases["rows-guard_walks_all_tiles"] = lambda: wrong_sums("rows", normal(272, 40), launches=range(18))
+    for route, (rows, cols) in LATE.items():
+        cases[f"{route}-guard_late_programs"] = lambda route=route, rows=rows, cols=cols: late_programs(
+            route, rows, cols, launches=72
+        )
+    cases["rows-guard_half_written"] = half_written
+    cases["rows-guard_number_wraps_around"] = wraps_around
     for route in ROUTES:
         cases[f"{route}-zeros_nan_inf_tiny"] = lambda route=route: hostile_scales(route)
     return cases
@@ -215,6 +222,8 @@ SUMMED = {
     "many_transposed": (200, 40),
 }
 """Sizes for which each route has more tiles than one, but for few programs."""
+LATE = {"rows": (40, 100), "columns_two_launches": (256, 64)}
+"""Sizes of three programs that keep whole rows, and of two that share each."""
 LIMITS = (0.5, 4.0, 2.0**-8)
 """Of the guard in these cases: the limit of a row's ratio, the band, what rounding alone can make."""
 
@@ -250,7 +259,7 @@ def tile_rows(route: str, shape: tuple[int, int], out_shape: tuple[int, int]) ->
 def table(sums: torch.Tensor, launch: int, rows: int) -> torch.Tensor:
     """Return the sums of a launch, (2, rows): squares and errors."""
     capacity = rows // 16 + 128
-    start = 8 + launch % 3 * 2 * capacity
+    start = 8 + launch % 4 * 2 * capacity
     return sums[start : start + 2 * capacity].reshape(2, capacity)
 
 
@@ -305,6 +314,98 @@ def wrong_trips(route: str, x: torch.Tensor) -> list[str]:
     for _ in range(17):
         quantize(x, torch.float8_e4m3fn, route, guard=(sums, trip))
     return [] if trip.tolist() == [1.0, float("inf")] else [f"trip is {trip.tolist()}"]
+
+
+def number(sums: torch.Tensor) -> torch.Tensor:
+    """Return the number of the next launch, int32 (1), as it stands in the guard's sums."""
+    return sums[:1].view(torch.int32)
+
+
+@contextmanager
+def _late(sums: torch.Tensor, program: int) -> Iterator[None]:
+    """Let the interpreter's `program` see the number of the next launch: as if it read after the last one wrote."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    set_grid_idx, ahead = interpreter_builder.set_grid_idx, False
+
+    def step(x: int, y: int, z: int) -> None:
+        nonlocal ahead
+        if ahead != (x == program):
+            number(sums).add_(-1 if ahead else 1)
+            ahead = not ahead
+        set_grid_idx(x, y, z)
+
+    interpreter_builder.set_grid_idx = step
+    try:
+        yield
+    finally:
+        interpreter_builder.set_grid_idx = set_grid_idx
+        if ahead:
+            number(sums).sub_(1)
+
+
+def late_programs(route: str, rows: int, cols: int, *, launches: int) -> list[str]:
+    """Return what is wrong with the guard's sums of normal data where one program of each launch reads late.
+
+    Half of the launches are of those from which the guard learns.
+    """
+    batches = [torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(3)]
+    sums, trip = guard_state(cols if route in TRANSPOSED else rows, torch.device("cpu"))
+    first = int(triton_quantize_common.LEARNT.value) - launches // 2
+    number(sums).fill_(first)
+    for launch in range(launches):
+        with _late(sums, launch % 5 % 3):
+            quantize(batches[launch % 3], torch.float8_e4m3fn, route, guard=(sums, trip))
+    wrong = [f"tripped by {trip.tolist()}"] if trip.any() else []
+    seen = sums[5:7].tolist()
+    if not 0 < seen[1] <= seen[0] < 0.1:  # the interpreter's cast is wrong at times
+        wrong.append(f"ratios seen are {seen}")
+    if number(sums).item() != first + launches:
+        wrong.append(f"the number is {number(sums).item()}, should be {first + launches}")
+    return wrong
+
+
+def half_written() -> list[str]:
+    """Return what is wrong where the table to be judged holds squares alone, errors alone, and too much error."""
+    wrong, known = [], int(triton_quantize_common.LEARNT.value) + 4
+    for square, error, wanted in ((1.0, 0.0, [0.0, 0.0]), (0.0, 1.0, [0.0, 0.0]), (1.0, 0.4, [1.0, 0.4])):
+        sums, trip = guard_state(16, torch.device("cpu"))
+        number(sums).fill_(known)
+        sums[5:7] = torch.tensor([1e-3, 1e-3])
+        judged = table(sums, known - 1, 16)
+        judged[0, 3], judged[1, 3] = square, error
+        quantize(normal(16, 64), torch.float8_e4m3fn, "rows", guard=(sums, trip))
+        if not torch.allclose(trip, torch.tensor(wanted)):
+            wrong.append(f"square {square} and error {error}: trip is {trip.tolist()}, should be {wanted}")
+    return wrong
+
+
+def wraps_around() -> list[str]:
+    """Return what is wrong with the guard's sums about the 2**31st launch."""
+    x = normal(16, 64)
+    sums, trip = guard_state(16, x.device)
+    sums[5:7] = torch.tensor([1e-3, 1e-5])
+    number(sums).fill_(2**31 - 1)
+    wrong = []
+    for launch in (2**31 - 1, -(2**31)):  # the first is of no tile here, the second of tile 0
+        out, scale = quantize(x, torch.float8_e4m3fn, "rows", guard=(sums, trip))
+        scaled = x.double() / scale.double()[:, None]
+        entry, wanted = expected_sums(scaled, out, 16, launch)
+        if not torch.allclose(table(sums, launch, 16)[:, entry].double(), wanted, rtol=1e-3):
+            wrong.append(f"launch {launch}: sums are {table(sums, launch, 16).tolist()}")
+    if number(sums).item() != -(2**31) + 1 or trip.any():
+        wrong.append(f"number {number(sums).item()}, trip {trip.tolist()}")
+    return wrong
+
+
+def thousand_launches(route: str, rows: int, cols: int) -> list[str]:
+    """Return what trips 1,000 launches of normal data, eight batches in turn."""
+    batches = [normal(rows, cols).roll(shift, 1).cuda() for shift in range(8)]
+    sums, trip = guard_state(cols if route in TRANSPOSED or route == "tensor_transposed" else rows, batches[0].device)
+    for launch in range(1000):
+        quantize(batches[launch % 8], torch.float8_e4m3fn, route, guard=(sums, trip))
+    wrong = [f"tripped by {trip.tolist()}"] if trip.any() else []
+    return wrong + ([f"counted {number(sums).item()}"] if number(sums).item() != 1000 else [])
 
 
 if __name__ == "__main__":

@@ -104,7 +104,23 @@ def test_compiles_with_the_guards_sums(capability: int) -> None:
     for kernel in {id(kernel): kernel for kernel in built}.values():
         assert gpu.stack_bytes(kernel) <= 8, kernel.metadata.name  # ptxas keeps two registers there, and more programs
         _converts_in_hardware(kernel, capability)
-        assert len(re.findall("atom[.a-z0-9]*add[.a-z]*64", kernel.asm["ptx"])) == ("amax" not in kernel.metadata.name)
+
+
+@pytest.mark.parametrize(
+    ("route", "rows", "cols"),
+    [("rows", 64, 4096), ("rows", 64, 8192), ("rows", 64, 28672), ("columns", 4096, 64), ("tensor", 64, 4096)],
+)
+def test_the_guards_sums_take_no_room_from_other_programs(route: str, rows: int, cols: int) -> None:
+    x, guard = torch.empty(rows, cols, dtype=torch.bfloat16), (torch.empty(1000), torch.empty(2))
+    with gpu.compiling(90) as built:
+        cases.quantize(x, torch.float8_e4m3fn, route)
+        plain = built[-1]
+        cases.quantize(x, torch.float8_e4m3fn, route, guard=guard)
+    assert built[-1] is not plain
+    assert gpu.programs_by_registers(built[-1]) == gpu.programs_by_registers(plain)
+    code = gpu.sass(built[-1])
+    assert "RED" in code
+    assert not re.findall(r"\bATOM[A-Z]*\b", code)  # those return a value, for which a program waits
 
 
 def _converts_in_hardware(kernel: Any, capability: int) -> None:
@@ -218,8 +234,14 @@ def test_gpu_sums_squares_and_errors_of_sampled_tiles(route: str, rows: int, col
     if (rows if route in cases.TRANSPOSED else cols) > cases.MANY_LIMITS.get(route, 1 << 30):
         pytest.skip("too long for one launch with others")
     x = cases.normal(rows, cols).cuda()
-    assert cases.wrong_sums(route, x, launches=(0, 1, 2, 5, 16, 31)) == []
+    assert cases.wrong_sums(route, x, launches=range(32)) == []
     assert cases.wrong_trips(route, x) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", cases.ROUTES)
+def test_gpu_nothing_normal_trips_a_thousand_launches(route: str) -> None:
+    assert cases.thousand_launches(route, 1024, 1000) == []
 
 
 @pytest.mark.gpu

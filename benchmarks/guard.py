@@ -26,6 +26,7 @@ os.environ["DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()  # decisions of scopes tha
 
 import _rows
 import torch
+from _families import FAMILIES, Data
 
 import dispatch
 from dispatch import _api
@@ -33,7 +34,6 @@ from dispatch.measuring.guard import Guard
 from dispatch.measuring.watch import LEARNT, SAMPLE
 from dispatch.testing import FakeBackend, fake_timings, registered
 
-Data = tuple[torch.Tensor, torch.Tensor]
 Row = dict[str, Any]
 TOLERANCE = 0.005
 SHAPES = {"cuda": [(512, 1024, 2048), (4096, 4096, 4096), (1000, 1512, 2056)], "cpu": [(64, 96, 128)]}
@@ -41,47 +41,6 @@ COSTLY = [(4096, 4096, 4096), (8192, 8192, 8192)]
 QUANTIZED = ("e4m3:row", "e4m3:tensor")
 PAIRS = 240
 BACKENDS = ("triton_tma_fp8", "cublas", "emulated")
-
-
-def _outlier_columns(a: torch.Tensor, b: torch.Tensor) -> Data:
-    a[:, :: max(1, a.shape[1] // 4)] *= 1e3
-    return a, b
-
-
-def _outlier_rows(a: torch.Tensor, b: torch.Tensor) -> Data:
-    a[0] *= 1e5
-    return a, b
-
-
-def _mixed_rows(a: torch.Tensor, b: torch.Tensor) -> Data:
-    return a * torch.logspace(-4, 4, a.shape[0], device=a.device)[:, None], b
-
-
-def _one_inf(a: torch.Tensor, b: torch.Tensor) -> Data:
-    a[-1, 0] = float("inf")
-    return a, b
-
-
-def _zero_sum(a: torch.Tensor, b: torch.Tensor) -> Data:
-    return 1 + 1e-2 * a, b - b.mean(0)
-
-
-def _low_rank(a: torch.Tensor, b: torch.Tensor) -> Data:
-    return a[:, :1] * torch.ones_like(a) + 1e-2 * a, b - b.mean(0)
-
-
-FAMILIES: dict[str, Callable[[torch.Tensor, torch.Tensor], Data]] = {
-    "normal": lambda a, b: (a, b),
-    "uniform": lambda a, b: (torch.rand_like(a), torch.rand_like(b)),
-    "heavy-tailed": lambda a, b: (a / torch.rand_like(a).clamp(1e-4), b),
-    "outlier columns": _outlier_columns,
-    "outlier row": _outlier_rows,
-    "at 1e-30": lambda a, b: (a * 1e-30, b),
-    "rows over 1e-4..1e4": _mixed_rows,
-    "one Inf": _one_inf,
-    "rows against zero sums": _zero_sum,
-    "low rank and noise": _low_rank,
-}
 
 
 def data(family: str, size: tuple[int, int, int], device: str, seed: int = 0) -> Data:

@@ -20,6 +20,7 @@ from dispatch.registry import Registry
 from dispatch.remembering import DecisionStore
 from dispatch.testing import FakeBackend, registered
 
+pytestmark = pytest.mark.usefixtures("engine")
 ROOM = dispatch.framework("numpy")
 
 
@@ -72,15 +73,6 @@ def test_of_each_candidate_the_worse_speedup_counts_as_a_latency_at_the_last_m()
     assert found[lone].latency_us == pytest.approx(20)
 
 
-class _Point:
-    name, dist = "bf16_fallback", None
-
-    def load(self):
-        from dispatch.plugins import bf16_fallback
-
-        return bf16_fallback
-
-
 class Watch:
     """Clocks that say what a test says, by a candidate's backend and its m; they note what was timed."""
 
@@ -112,16 +104,6 @@ def watched(latency_us):
     arch = type(ROOM.arch(np.ones(1)))("sm90")
     with patch.object(ROOM, "stopwatch", watch), patch.object(ROOM, "arch", lambda array: arch):
         yield watch
-
-
-@pytest.fixture(autouse=True)
-def engine(tmp_path, monkeypatch):
-    made = Engine(Registry(lambda: [_Point()]), DecisionStore(tmp_path / "decisions.sqlite"))
-    monkeypatch.setattr(_api, "_engine", made)
-    dispatch.forget()
-    yield made
-    dispatch.forget()
-    made.decisions.store.close()
 
 
 def arrays(m: int, n: int = 4, k: int = 16):

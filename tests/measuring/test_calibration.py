@@ -7,35 +7,10 @@ import pytest
 
 import dispatch
 from dispatch import _api, framework, use_policy
-from dispatch._engine import Engine
-from dispatch.registry import Registry
-from dispatch.remembering import DecisionStore
 from dispatch.testing import FakeBackend, fake_timings, registered
 
+pytestmark = pytest.mark.usefixtures("engine")
 FAST = {"baseline": 100.0, "fp8": 10.0}
-
-
-class _Point:
-    name, dist = "bf16_fallback", None
-
-    def load(self):
-        from dispatch.plugins import bf16_fallback
-
-        return bf16_fallback
-
-
-def fresh(path):
-    return Engine(Registry(lambda: [_Point()]), DecisionStore(path), _api.forget)
-
-
-@pytest.fixture(autouse=True)
-def engine(tmp_path, monkeypatch):
-    made = fresh(tmp_path / "d.sqlite")
-    monkeypatch.setattr(_api, "_engine", made)
-    dispatch.forget()
-    yield made
-    dispatch.forget()
-    made.decisions.store.close()
 
 
 def by_tensor(a, b, bias=None):
@@ -65,7 +40,7 @@ def layer(a, scope=None):
     return dispatch.matmul(a, WEIGHT, scope=scope)
 
 
-def test_the_worst_error_of_all_batches_decides_and_is_kept(engine, tmp_path, monkeypatch):
+def test_the_worst_error_of_all_batches_decides_and_is_kept(engine, tmp_path, monkeypatch, fresh):
     a = normal(64, 96)
     with registered(fp8()), fake_timings(FAST):
         layer(a)
@@ -79,7 +54,7 @@ def test_the_worst_error_of_all_batches_decides_and_is_kept(engine, tmp_path, mo
         assert figures.error.similarity_loss > 0.3
         assert figures.latency_us == pytest.approx(10.0)
         assert dispatch.explain(a, WEIGHT).backend != "fp8"
-    monkeypatch.setattr(_api, "_engine", fresh(tmp_path / "d.sqlite"))  # another process
+    monkeypatch.setattr(_api, "_engine", fresh(tmp_path / "decisions.sqlite"))  # another process
     with registered(fp8()), fake_timings(FAST):
         found = dispatch.explain(a, WEIGHT)
         assert found.source == "store"

@@ -10,45 +10,15 @@ import numpy as np
 import pytest
 
 import dispatch
-from dispatch import Operand, Problem, _api, framework, use_policy
-from dispatch._engine import Engine
+from dispatch import Operand, Problem, framework, use_policy
 from dispatch.measuring.error import compare
-from dispatch.measuring.guard import Guard
 from dispatch.measuring.probe import LOOKED_AT, VECTORS, beyond, estimates
 from dispatch.measuring.session import Baseline
-from dispatch.registry import Registry
-from dispatch.remembering import DecisionStore
 from dispatch.testing import FakeBackend, fake_timings, registered
 
+pytestmark = pytest.mark.usefixtures("engine")
 ROOM = framework("numpy")
 STRICT = {"mode": "strict"}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-class _Point:
-    name, dist = "bf16_fallback", None
-
-    def load(self):
-        from dispatch.plugins import bf16_fallback
-
-        return bf16_fallback
-
-
-@pytest.fixture(autouse=True)
-def engine(tmp_path, monkeypatch):
-    made = Engine(Registry(lambda: [_Point()]), DecisionStore(tmp_path / "d.sqlite"), _api.forget)
-    made.guard = Guard(_api.forget, Clock())
-    monkeypatch.setattr(_api, "_engine", made)
-    dispatch.forget()
-    yield made
-    dispatch.forget()
-    made.decisions.store.close()
 
 
 def normal(*shape, seed=0, dtype=np.float16):

@@ -11,43 +11,14 @@ import numpy as np
 import pytest
 
 import dispatch
-from dispatch import FORMATS, RecipePair, _api, use_policy
-from dispatch._engine import Engine
-from dispatch.measuring.guard import ASYNC_PROBE_EVERY, Guard
+from dispatch import FORMATS, RecipePair, use_policy
+from dispatch.measuring.guard import ASYNC_PROBE_EVERY
 from dispatch.measuring.watch import BAND, LEARNT, NEVER, SAMPLE, Watch, watching
-from dispatch.registry import Registry
-from dispatch.remembering import DecisionStore
 from dispatch.testing import FakeBackend, fake_timings, registered
 
+pytestmark = pytest.mark.usefixtures("engine")
 ASYNC = {"mode": "async"}
 M, N, K = 64, 96, 128
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-class _Point:
-    name, dist = "bf16_fallback", None
-
-    def load(self):
-        from dispatch.plugins import bf16_fallback
-
-        return bf16_fallback
-
-
-@pytest.fixture(autouse=True)
-def engine(tmp_path, monkeypatch):
-    made = Engine(Registry(lambda: [_Point()]), DecisionStore(tmp_path / "d.sqlite"), _api.forget)
-    made.guard = Guard(_api.forget, Clock())
-    monkeypatch.setattr(_api, "_engine", made)
-    dispatch.forget()
-    yield made
-    dispatch.forget()
-    made.decisions.store.close()
 
 
 class Reference(FakeBackend):

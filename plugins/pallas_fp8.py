@@ -46,7 +46,7 @@ def _fp8(archs: Sequence[str], recipes: Sequence[RecipePair], *accumulations: st
 CAPABILITIES = (
     _fp8(_HOPPER, _WHOLE, "fast", "promoted"),
     _fp8(_HOPPER, _BLOCKS, "promoted", batched=False),
-    Capability(("jax",), _HOPPER, _SIXTEEN_BIT, _FLOATS, batched=False),
+    Capability(("jax",), _HOPPER, _SIXTEEN_BIT, _FLOATS, batched=False, status="compiled"),
     _fp8((*_BLACKWELL, *_OTHERS), _WHOLE, "fast"),
     _fp8((*_BLACKWELL, *_OTHERS), _BLOCKS, "promoted", batched=False),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Options, Resolved
+from dispatch._measurement import FRAMEWORKS_OWN
 from dispatch.frameworks.compiled import NOT_OURS, interpreted, traced
 from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, check_alive, describe, is_callers, own_product, refused, request
@@ -18,7 +19,6 @@ from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
 from dispatch.remembering import DecisionStore, KnownCalls
 
-FRAMEWORKS_OWN = ("baseline", "bf16_fallback")  # what they raise is the framework's own error
 _table = KnownCalls()
 _young = _table.young
 _served = _table.served

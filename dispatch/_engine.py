@@ -13,7 +13,7 @@ from dispatch._backend import Backend, Plan, Rejection
 from dispatch._candidates import broken, checked, disallowed, no_backend, proposals, summarized, unlisted, unquantizable
 from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
-from dispatch._measurement import BASELINE, Candidate, Measurement
+from dispatch._measurement import BASELINE, FRAMEWORKS_OWN, Candidate, Measurement
 from dispatch._problem import Problem
 from dispatch.frameworks.backward import again
 from dispatch.frameworks.operands import array_of, forming, native, undressing
@@ -261,7 +261,7 @@ class Engine:
 
     def condemn(self, backend: str, error: BaseException) -> None:
         """Quarantine `backend` for what it raised; raise it again if no plugin is to blame."""
-        if isinstance(error, KeyboardInterrupt) or backend in (BASELINE.backend, "bf16_fallback"):
+        if isinstance(error, KeyboardInterrupt) or backend in FRAMEWORKS_OWN:
             raise error
         if not is_out_of_memory(error):
             self._quarantine(backend, f"{type(error).__name__}: {error}")

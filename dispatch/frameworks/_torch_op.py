@@ -20,7 +20,7 @@ from dispatch._recipe import ScalingRecipe
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks._torch_product import decoded, effective, product, without_autocast
 from dispatch.frameworks.backward import again
-from dispatch.frameworks.compiled import POLICY
+from dispatch.frameworks.compiled import POLICY, refuse_plugins
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import ScaledArray
 from dispatch.quantization.prepared import living
@@ -158,7 +158,11 @@ def differentiable(
 
 
 def _native(a: Tensor, b: Tensor, bias: Any, scale_a: Any, scale_b: Any, **given: Any) -> Tensor:
-    """Return torch's own product, which every transform and forward-mode AD knows."""
+    """Return torch's own product, which every transform and forward-mode AD knows.
+
+    Raises NoBackendError where a plugin's was asked for.
+    """
+    refuse_plugins(given.get("backend"))
     x = a if scale_a is None else _operand(a, scale_a, given["form_a"], None).dequantize()
     y = b if scale_b is None else _operand(b, scale_b, given["form_b"], None).dequantize()
     return own(x, y, bias, given.get("activation"), given.get("out_dtype"))

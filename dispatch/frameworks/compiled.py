@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from dispatch._errors import NoBackendError
+from dispatch._measurement import FRAMEWORKS_OWN
 from dispatch.frameworks.backward import again
 from dispatch.frameworks.request import Request, own_product
 from dispatch.policies.policy import Policy, _policy_contexts, use_policy
@@ -49,9 +50,14 @@ def interpreted(call: Request, policy: Policy | None, backend: str | None, scope
         from dispatch.frameworks import _torch_trace
 
         return _torch_trace.exported(call, policy, backend, scope)
-    if backend not in (None, "baseline", "bf16_fallback"):
-        raise NoBackendError(f"backend {backend!r} was asked for, but {NOT_OURS}: only the own product can")
+    refuse_plugins(backend)
     return own_product(call)(*call.operands)
+
+
+def refuse_plugins(backend: str | None) -> None:
+    """Raise NoBackendError if a plugin's backend was asked for where the framework's own product has to serve."""
+    if backend not in (None, *FRAMEWORKS_OWN):
+        raise NoBackendError(f"backend {backend!r} was asked for, but {NOT_OURS}: only the own product can")
 
 
 def _backward_in_trace(*_: Any, **__: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispatch._backend import Plan, Rejection
 from dispatch._decision import Decision
-from dispatch._measurement import BASELINE
+from dispatch._measurement import FRAMEWORKS_OWN
 from dispatch._problem import Problem
 from dispatch.measuring.probe import ESTIMATED, beyond
 from dispatch.measuring.watch import Watch, watch_of, watching
@@ -30,8 +30,6 @@ logger = logging.getLogger("dispatch")
 
 ASYNC_PROBE_EVERY = 128
 """Under async, calls from one probe to the next of a plan that quantizes and says nothing of its operands."""
-UNWATCHED = (BASELINE.backend, "bf16_fallback")
-"""What is the framework's own product in either case."""
 
 
 class Guard:
@@ -66,7 +64,7 @@ class Guard:
         self, make: Callable[[], tuple[Plan, Any]], decision: Decision, policy: Policy, scope: str | None
     ) -> tuple[Plan, Any, Watch | None]:
         """Return what `make` does, and the watch that the plan was offered under `mode = "async"`, else None."""
-        wanted = policy.guard.mode == "async" and decision.backend not in UNWATCHED
+        wanted = policy.guard.mode == "async" and decision.backend not in FRAMEWORKS_OWN
         wanted = wanted and decision.candidate.recipe is not None and "traced" not in decision.problem.modes
         watch = None
         if wanted:
@@ -90,7 +88,11 @@ class Guard:
         beyond the tolerance is not returned but multiplied again by `own`, which then serves for the policy's
         cool-down; as it does from the first call after `watch` has heard of a trip.
         """
-        if decision.backend in UNWATCHED or "traced" in decision.problem.modes or unguardable(decision.problem, policy):
+        if (
+            decision.backend in FRAMEWORKS_OWN
+            or "traced" in decision.problem.modes
+            or unguardable(decision.problem, policy)
+        ):
             return plan
         every = 1 if policy.guard.mode == "strict" else policy.guard.probe_every
         silent = watch is not None and not watch.trips

@@ -495,6 +495,12 @@ class TestExport:
             found, wanted = (torch.autograd.forward_ad.unpack_dual(f(dual)) for f in (program, native))
             same(found.tangent, wanted.tangent)
 
+    def test_a_plugin_asked_for_by_name_is_not_passed_over_under_a_transform(self, op: Any) -> None:
+        a, b = tensor((3, 4)), tensor((4, 5), 1)
+        same(torch.func.grad(lambda x: op(x, b, backend="bf16_fallback").sum())(a), torch.ones(3, 5).double() @ b.mT)
+        with pytest.raises(dispatch.NoBackendError, match="winner"):
+            torch.func.grad(lambda x: op(x, b, backend="winner").sum())(a)
+
     def test_saved_and_loaded(self, tmp_path: Any) -> None:
         module, x = Linear(), tensor((3, 4))
         torch.export.save(torch.export.export(module, (x,)), tmp_path / "linear.pt2")

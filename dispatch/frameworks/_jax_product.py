@@ -270,14 +270,11 @@ fused = Primitive("dispatch_fused_matmul")
 
 
 def _unfused(a: Array, b: Array, bias: Array | None = None, *, choice: Choice, epilogue: Epilogue) -> Array:
-    own = partial(jnp.matmul, preferred_element_type=epilogue.preferred)
+    own: Callable[..., Array] = jnp.matmul
     rows, axis = lying(b, -2)
     if axis == -1 and a.ndim > 1 and a.dtype == b.dtype:  # contracted as it lies: it need not be transposed
-        numbers = ((a.ndim - 1,), (1,)), ((), ())
-        own, b = (
-            partial(jax.lax.dot_general, dimension_numbers=numbers, preferred_element_type=epilogue.preferred),
-            rows,
-        )
+        own, b = partial(jax.lax.dot_general, dimension_numbers=(((a.ndim - 1,), (1,)), ((), ()))), rows
+    own = partial(own, preferred_element_type=epilogue.preferred)
     return epilogue.apply(replacing(own, partial(product.bind, choice=choice))(a, b), bias)
 
 

@@ -22,18 +22,20 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
+    PARTS_TOGETHER,
+    ROWS_AT_ONCE,
     SAMPLE,
     SHIFT,
     Launch,
     encode,
-    end_launch,
-    launch_agreed,
-    launch_read,
+    errors_of,
     magnitude,
-    sample_columns,
-    sample_rows,
+    sampled,
+    samplers,
+    samplers_of,
     scales_of,
     store_scale,
+    tell,
     wait_for_predecessor,
 )
 
@@ -48,10 +50,7 @@ def quantize_row_tile(
     x,
     out,
     scale,
-    sums,
-    trip,
     tile,
-    programs,
     rows,
     cols,
     stride,
@@ -60,27 +59,47 @@ def quantize_row_tile(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Quantize `block_rows` rows, each whole in registers; programs: how many do. Sizes are not shifted."""
+    """Quantize `block_rows` rows, each whole in registers. Sizes are not shifted."""
     first = tile.to(tl.int64) * block_rows
     row = first + tl.arange(0, block_rows)
     col = tl.arange(0, block_cols)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     source = x + row[:, None] * stride + col[None, :]
-    if sums is not None:
-        read = launch_read(sums)
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    if sums is not None:
-        launch = launch_agreed(read)
     amax = tl.max(magnitude(value), 1)
     row_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None], out)
     written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
     tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
     store_scale(scale + row, row_scale, row < out_rows)
-    if sums is not None:
-        end_launch(sums, trip, launch, tile, programs, out_rows)
-        piece: tl.constexpr = block_cols // (4 if block_cols <= 8192 else 8)
-        sample_rows(x, out, sums, launch, tile, 0, cols, rows, cols, stride, out_rows, inverse, block_rows, piece)
+
+
+@triton.jit
+def sample_rows(
+    x,
+    out,
+    scale,
+    sums,
+    trip,
+    sampler,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+    long: tl.constexpr,
+):
+    """Sample `block_rows` rows, or ROWS_AT_ONCE of short ones, for the guard. Sizes are not shifted."""
+    lines: tl.constexpr = block_rows if long else max(block_rows, ROWS_AT_ONCE)
+    piece: tl.constexpr = max(1, block_rows * block_cols // (8 * lines))
+    wide: tl.constexpr = min(2 * piece, block_cols)
+    tile, _, launch = sampled(sums, sampler, out_rows, lines, 1)
+    row = tile * lines + tl.arange(0, lines)
+    square, error = errors_of(
+        x, out, scale, None, row, rows, stride, 0, cols, 1, cols, lines, 1, piece, wide, block_cols // wide
+    )
+    tell(sums, trip, sampler, launch, 1, square, error, out_rows, lines)
 
 
 @triton.jit
@@ -102,10 +121,14 @@ def quantize_rows_kernel(
     """Quantize `block_rows` rows a program: one read, one write."""
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    tile, programs = tl.program_id(0), tl.num_programs(0)
-    quantize_row_tile(
-        x, out, scale, sums, trip, tile, programs, rows, cols, stride, out_rows, out_cols, block_rows, block_cols
-    )
+    tile = tl.program_id(0)
+    if sums is not None:
+        looking = samplers_of(out_rows, max(block_rows, ROWS_AT_ONCE), 1)
+        if tile < looking:
+            sample_rows(x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, block_rows, block_cols, False)
+            return
+        tile -= looking
+    quantize_row_tile(x, out, scale, tile, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
 
 
 @triton.jit
@@ -126,11 +149,16 @@ def quantize_long_rows_kernel(
     """Quantize one row in two loops; the second read of it comes from L2."""
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0)
+    if sums is not None:
+        looking = samplers_of(out_rows, 1, 1)
+        if tile < looking:
+            sample_rows(x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, 1, block_cols, True)
+            return
+        tile -= looking
+    row = tile.to(tl.int64)
     offsets = tl.arange(0, block_cols)
     source = x + row * stride
-    if sums is not None:
-        read = launch_read(sums)
     largest = tl.zeros((block_cols,), tl.float32)
     for start in range(0, cols, block_cols):
         inside = (start + offsets < cols) & (row < rows)
@@ -145,11 +173,6 @@ def quantize_long_rows_kernel(
         tl.store(out + row * out_cols + start + offsets, encoded, mask=start + offsets < out_cols)
     one = tl.arange(0, 1)
     store_scale(scale + row + one, row_scale, one == 0)
-    if sums is not None:
-        launch = launch_agreed(read)
-        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
-        piece: tl.constexpr = block_cols // 2
-        sample_rows(x, out, sums, launch, tl.program_id(0), 0, cols, rows, cols, stride, out_rows, inverse, 1, piece)
 
 
 @triton.jit
@@ -204,14 +227,35 @@ def scale_tensor_kernel(
     """
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    if sums is not None:
-        read = launch_read(sums)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     amax = tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True)
     whole_scale, inverse = scales_of(amax, out, scale)
-    if tl.program_id(0) == 0:
+    if sums is not None:
+        lines: tl.constexpr = block_cols if transposed else block_rows
+        span: tl.constexpr = block_rows if transposed else block_cols
+        parts = tl.cdiv(out_cols, PARTS_TOGETHER * span)
+        looking = samplers_of(out_rows, lines, parts)
+        if program < looking:
+            looked_at, part, launch = sampled(sums, program, out_rows, lines, parts)
+            line, first = looked_at * lines + tl.arange(0, lines), part * PARTS_TOGETHER * span
+            last = first + PARTS_TOGETHER * span
+            piece: tl.constexpr = span // 16
+            if transposed:
+                square, error = errors_of(
+                    x, out, scale, inverse, line, cols, 1, first, last, stride, rows, lines, 1, piece, 4 * piece, 1
+                )
+            else:
+                square, error = errors_of(
+                    x, out, scale, inverse, line, rows, stride, first, last, 1, cols, lines, 1, piece, 4 * piece, 1
+                )
+            tell(sums, trip, program, launch, parts, square, error, out_rows, lines)
+            return
+        program -= looking
+        programs -= looking
+    tile = programs - 1 - program
+    row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    if program == 0:
         one = tl.arange(0, 1)
         store_scale(scale + one, whole_scale, one == 0)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
@@ -223,37 +267,27 @@ def scale_tensor_kernel(
     else:
         written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
         tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
-    if sums is not None:  # tiles of whole rows of the output
-        launch = launch_agreed(read)
-        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
-        piece: tl.constexpr = (block_rows if transposed else block_cols) // 8
-        if transposed:
-            tile, first = tile % col_tiles, tile // col_tiles * block_rows
-            end = first + block_rows
-            sample_columns(
-                x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_cols, piece
-            )
-        else:
-            tile, first = tile // col_tiles, tile % col_tiles * block_cols
-            end = first + block_cols
-            sample_rows(
-                x, out, sums, launch, tile, first, end, rows, cols, stride, out_rows, inverse, block_rows, piece
-            )
 
 
-def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int]) -> Launch:
-    """Return the launch of `quantize_rows`; its pointers are x, out, scale, sums and trip."""
+def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int], *, guarded: bool = False) -> Launch:
+    """Return the launch of `quantize_rows`; its pointers are x, out, scale, sums and trip.
+
+    guarded: whether sums and trip are not None.
+    """
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride, out_rows + shift, out_cols + shift)
     if out_cols > ROW_LIMIT:
         options = {"block_cols": 8192, "num_warps": 16}
-        return Launch(quantize_long_rows_kernel, (out_rows, 1, 1), sizes, options)
+        programs = out_rows + samplers(out_rows, 1, 1, guarded=guarded)
+        return Launch(quantize_long_rows_kernel, (programs, 1, 1), sizes, options)
     block_cols = max(16, triton.next_power_of_2(out_cols))
     block_rows = min(SAMPLE.value, max(1, 4096 // block_cols))
     warps = 4 if block_cols <= 4096 else 8
     options = {"block_rows": block_rows, "block_cols": block_cols, "num_warps": warps}
-    return Launch(quantize_rows_kernel, (triton.cdiv(out_rows, block_rows), 1, 1), sizes, options)
+    programs = triton.cdiv(out_rows, block_rows)
+    programs += samplers(out_rows, max(block_rows, ROWS_AT_ONCE.value), 1, guarded=guarded)
+    return Launch(quantize_rows_kernel, (programs, 1, 1), sizes, options)
 
 
 def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, trip: Any | None = None) -> None:
@@ -261,16 +295,25 @@ def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, trip: A
 
     out: (>= rows, >= cols) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out.
 
-    sums, trip: None, or what `triton_quantize_common.end_launch` says, for the guard.
+    sums, trip: None, or what `triton_quantize_common.tell` says, for the guard.
     """
-    launch = rows_launch((x.shape[0], x.shape[1]), x.stride(0), (out.shape[0], out.shape[1]))
+    shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
+    launch = rows_launch(shape, x.stride(0), out_shape, guarded=sums is not None)
     launch.run(x, out, scale, sums, trip)
 
 
 def tensor_launches(
-    shape: tuple[int, int], stride: int, out_shape: tuple[int, int], *, transposed: bool = False
+    shape: tuple[int, int],
+    stride: int,
+    out_shape: tuple[int, int],
+    *,
+    transposed: bool = False,
+    guarded: bool = False,
 ) -> tuple[Launch, Launch]:
-    """Return the two launches of `quantize_tensor`; their pointers: x, partial; x, partial, out, scale, sums, trip."""
+    """Return the two launches of `quantize_tensor`; their pointers: x, partial; x, partial, out, scale, sums, trip.
+
+    guarded: whether sums and trip are not None.
+    """
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride)
@@ -284,9 +327,13 @@ def tensor_launches(
     grid_rows, grid_cols = (out_cols, out_rows) if transposed else (out_rows, out_cols)
     col_tiles = triton.cdiv(grid_cols, width)
     options = {"partials": TENSOR_PARTIALS, "transposed": transposed}
+    programs = triton.cdiv(grid_rows, height) * col_tiles
+    lines, span = (width, height) if transposed else (height, width)
+    parts = triton.cdiv(out_cols, PARTS_TOGETHER.value * span)
+    programs += samplers(out_rows, lines, parts, guarded=guarded)
     cast = Launch(
         scale_tensor_kernel,
-        (triton.cdiv(grid_rows, height) * col_tiles, 1, 1),
+        (programs, 1, 1),
         (*sizes, out_rows + shift, out_cols + shift, col_tiles),
         {**options, "block_rows": height, "block_cols": width, "num_warps": 8},
     )
@@ -309,6 +356,6 @@ def quantize_tensor(
     partial: TENSOR_PARTIALS float32 values of workspace. sums, trip: as in `quantize_rows`.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
-    amax, cast = tensor_launches(shape, x.stride(0), out_shape, transposed=transposed)
+    amax, cast = tensor_launches(shape, x.stride(0), out_shape, transposed=transposed, guarded=sums is not None)
     amax.run(x, partial)
     cast.run(x, partial, out, scale, sums, trip)

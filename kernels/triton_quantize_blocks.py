@@ -16,21 +16,19 @@ import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
     SHIFT,
     Launch,
-    add_to_table,
     encode,
     encode_four,
-    end_launch,
+    errors_of,
     four_magnitudes,
-    launch_agreed,
-    launch_read,
     load_four,
     magnitude,
     sampled,
+    samplers,
+    samplers_of,
     scales_of,
-    squares_of,
     store_four,
     store_scale,
-    sums_of,
+    tell,
     wait_for_predecessor,
 )
 
@@ -38,6 +36,57 @@ TILES = {(1, 128): (16, 512), (128, 128): (128, 128), (64, 64): (64, 128), (32, 
 """The rows and columns of a program's tile for each block, the fastest on an H200."""
 TRANSPOSED_TILE = (128, 64)
 """The same of the source where it is transposed: one line of 128 bytes each of the source and of the output."""
+
+
+@triton.jit
+def sample_blocks(
+    x,
+    out,
+    scale,
+    sums,
+    trip,
+    sampler,
+    lines,
+    line_stride,
+    length,
+    stride,
+    out_rows,
+    parts,
+    blocks,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    height: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Sample `blocks` blocks side by side of each of a tile's lines for the guard; lines are rows of the output.
+
+    width: of a block along a line; height: how many lines it has, of the tile's.
+    """
+    tile, part, launch = sampled(sums, sampler, out_rows, tile_rows, parts)
+    line, first = tile * tile_rows + tl.arange(0, tile_rows), part * blocks * width
+    square, error = tl.zeros((tile_rows,), tl.float32), tl.zeros((tile_rows,), tl.float32)
+    for start in range(first, tl.minimum(first + blocks * width, length), width):
+        more_square, more_error = errors_of(
+            x,
+            out,
+            scale,
+            None,
+            line,
+            lines,
+            line_stride,
+            start,
+            start + width,
+            stride,
+            length,
+            tile_rows,
+            height,
+            piece,
+            piece,
+            width // piece,
+        )
+        square += more_square
+        error += more_error
+    tell(sums, trip, sampler, launch, parts, square, error, out_rows, tile_rows)
 
 
 @triton.jit
@@ -67,12 +116,36 @@ def quantize_blocks_kernel(
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     col_tiles = tl.cdiv(out_cols, across * width)
-    block_row = (tl.program_id(0) // col_tiles).to(tl.int64) * down + tl.arange(0, down)
-    block_col = (tl.program_id(0) % col_tiles).to(tl.int64) * across + tl.arange(0, across)
+    program = tl.program_id(0)
+    if sums is not None:
+        looking = samplers_of(out_rows, down * height, col_tiles)
+        if program < looking:
+            piece: tl.constexpr = min(width, max(16, 1024 // (down * height)))
+            sample_blocks(
+                x,
+                out,
+                scale,
+                sums,
+                trip,
+                program,
+                rows,
+                stride,
+                cols,
+                1,
+                out_rows,
+                col_tiles,
+                across,
+                width,
+                down * height,
+                height,
+                piece,
+            )
+            return
+        program -= looking
+    block_row = (program // col_tiles).to(tl.int64) * down + tl.arange(0, down)
+    block_col = (program % col_tiles).to(tl.int64) * across + tl.arange(0, across)
     row = (block_row[:, None] * height + tl.arange(0, height)[None, :])[:, :, None, None]
     col = (block_col[:, None] * width + tl.arange(0, width)[None, :])[None, None, :, :]
-    if sums is not None:
-        read = launch_read(sums)
     value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     amax = tl.max(tl.max(magnitude(value), 3), 1)  # (down, across)
     block_scale, inverse = scales_of(amax, out, scale)
@@ -81,17 +154,6 @@ def quantize_blocks_kernel(
     present = (block_row * height < out_rows)[:, None] & (block_col * width < out_cols)[None, :]
     place = scale + block_row[:, None] * scale_stride_row + block_col[None, :] * scale_stride_col
     store_scale(place, block_scale, present)
-    if sums is not None:  # each block's in units of its own scale
-        launch = launch_agreed(read)
-        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
-        row_tile = tl.program_id(0) // col_tiles
-        if sampled(row_tile, launch):
-            value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
-            square, error = squares_of(value, inverse[:, None, :, None], out)
-            square, error = sums_of(square, error, 3)
-            square, error = sums_of(square, error, 2)
-            square, error = square.reshape(down * height), error.reshape(down * height)
-            add_to_table(sums, launch, row_tile, square, error, out_rows, down * height)
 
 
 @triton.jit
@@ -120,13 +182,38 @@ def transpose_blocks_kernel(
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     height: tl.constexpr = 4 * quarter
     col_tiles = tl.cdiv(out_rows, across * width)
-    tile_row = (tl.program_id(0) // col_tiles).to(tl.int64)
-    tile_col = (tl.program_id(0) % col_tiles).to(tl.int64)
+    program = tl.program_id(0)
+    if sums is not None:
+        parts = tl.cdiv(out_cols, down * height)
+        looking = samplers_of(out_rows, across * width, parts)
+        if program < looking:
+            piece: tl.constexpr = min(height, 16)
+            sample_blocks(
+                x,
+                out,
+                scale,
+                sums,
+                trip,
+                program,
+                cols,
+                1,
+                rows,
+                stride,
+                out_rows,
+                parts,
+                down,
+                height,
+                across * width,
+                width,
+                piece,
+            )
+            return
+        program -= looking
+    tile_row = (program // col_tiles).to(tl.int64)
+    tile_col = (program % col_tiles).to(tl.int64)
     # The tile has two dimensions, so that lines of out are stored whole; only what is shared has four.
     quad = tile_row * (down * quarter) + tl.arange(0, down * quarter)[:, None]
     col = tile_col * (across * width) + tl.arange(0, across * width)[None, :]
-    if sums is not None:
-        read = launch_read(sums)
     first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
     largest = four_magnitudes(first, second, third, fourth).reshape(down, quarter, across, width)
     block_scale, inverse = scales_of(tl.max(tl.max(largest, 3), 1), out, scale)  # (down, across)
@@ -139,20 +226,6 @@ def transpose_blocks_kernel(
     present = (block_row * height < out_cols)[:, None] & (block_col * width < out_rows)[None, :]
     place = scale + block_col[None, :] * scale_stride_row + block_row[:, None] * scale_stride_col
     store_scale(place, block_scale, present)
-    if sums is not None:
-        launch = launch_agreed(read)
-        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
-        tile = tl.program_id(0) % col_tiles
-        if sampled(tile, launch):
-            first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
-            square, error = squares_of(first, inverse, out)
-            more_square, more_error = squares_of(second, inverse, out)
-            square, error = square + more_square, error + more_error
-            more_square, more_error = squares_of(third, inverse, out)
-            square, error = square + more_square, error + more_error
-            more_square, more_error = squares_of(fourth, inverse, out)
-            square, error = sums_of(square + more_square, error + more_error, 0)
-            add_to_table(sums, launch, tile, square, error, out_rows, across * width)
 
 
 def blocks_launch(
@@ -163,22 +236,28 @@ def blocks_launch(
     scale_strides: tuple[int, int],
     *,
     transposed: bool = False,
+    guarded: bool = False,
 ) -> Launch:
-    """Return the launch of `quantize_blocks`; its pointers are x, out, scale, sums and trip."""
+    """Return the launch of `quantize_blocks`; its pointers are x, out, scale, sums and trip.
+
+    guarded: whether sums and trip are not None.
+    """
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     height, width = reversed(block) if transposed else block
     tile_rows, tile_cols = TRANSPOSED_TILE if transposed else TILES[block]
     span_rows, span_cols = reversed(out_shape) if transposed else out_shape
     down, across = max(1, tile_rows // height), max(1, tile_cols // width)
-    tiles = triton.cdiv(span_rows, down * height) * triton.cdiv(span_cols, across * width)
+    row_tiles, col_tiles = triton.cdiv(span_rows, down * height), triton.cdiv(span_cols, across * width)
+    lines, parts = (across * width, row_tiles) if transposed else (down * height, col_tiles)
+    programs = row_tiles * col_tiles + samplers(out_shape[0], lines, parts, guarded=guarded)
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride, out_rows + shift, out_cols + shift, *scale_strides)
     options = {"down": down, "across": across, "width": width}
     options["num_warps"] = max(4, down * height * across * width // 2048)
     if transposed:
         options |= {"whole": out_cols % 4 == 0, "quarter": height // 4}
-        return Launch(transpose_blocks_kernel, (tiles, 1, 1), sizes, options)
-    return Launch(quantize_blocks_kernel, (tiles, 1, 1), sizes, {**options, "height": height})
+        return Launch(transpose_blocks_kernel, (programs, 1, 1), sizes, options)
+    return Launch(quantize_blocks_kernel, (programs, 1, 1), sizes, {**options, "height": height})
 
 
 def quantize_blocks(
@@ -195,10 +274,11 @@ def quantize_blocks(
 
     out: (>= rows, >= cols), transposed (>= cols, >= rows), FP8, contiguous. block: the extents (height, width) of one
     scale's values in out, one of TILES. scale: (out_rows / height, out_cols / width), rounded up, of
-    any strides; float32, or uint8 that hold e8m0. sums, trip: None, or what `triton_quantize_common.end_launch` says,
+    any strides; float32, or uint8 that hold e8m0. sums, trip: None, or what `triton_quantize_common.tell` says,
     for the guard.
     """
     out_shape = (out.shape[0], out.shape[1])
     strides = (scale.stride(0), scale.stride(1))
-    launch = blocks_launch((x.shape[0], x.shape[1]), x.stride(0), out_shape, block, strides, transposed=transposed)
+    shape, guarded = (x.shape[0], x.shape[1]), sums is not None
+    launch = blocks_launch(shape, x.stride(0), out_shape, block, strides, transposed=transposed, guarded=guarded)
     launch.run(x, out, scale, sums, trip)

@@ -16,20 +16,22 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
+    PARTS_TOGETHER,
     SHIFT,
     Launch,
     encode,
     encode_four,
-    end_launch,
+    errors_of,
     four_magnitudes,
-    launch_agreed,
-    launch_read,
     load_four,
     magnitude,
-    sample_columns,
+    sampled,
+    samplers,
+    samplers_of,
     scales_of,
     store_four,
     store_scale,
+    tell,
     wait_for_predecessor,
 )
 
@@ -44,10 +46,7 @@ def quantize_column_tile(
     x,
     out,
     scale,
-    sums,
-    trip,
     tile,
-    programs,
     rows,
     cols,
     stride,
@@ -57,25 +56,28 @@ def quantize_column_tile(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Quantize and transpose `block_cols` columns of x (rows, cols), each whole in registers; programs: how many do.
-
-    Sizes are not shifted.
-    """
+    """Quantize and transpose `block_cols` columns of x (rows, cols), each whole in registers. Sizes are not shifted."""
     quad = tl.arange(0, block_rows // 4).to(tl.int64)[:, None]
     col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    if sums is not None:
-        read = launch_read(sums)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
-    if sums is not None:
-        launch = launch_agreed(read)
     col_scale, inverse = scales_of(tl.max(four_magnitudes(first, second, third, fourth), 0), out, scale)
     store_scale(scale + col, col_scale, col < out_rows)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, whole))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
-    if sums is not None:
-        end_launch(sums, trip, launch, tile, programs, out_rows)
-        piece: tl.constexpr = block_rows // 16
-        sample_columns(x, out, sums, launch, tile, 0, rows, rows, cols, stride, out_rows, inverse, block_cols, piece)
+
+
+@triton.jit
+def sample_columns(
+    x, out, scale, sums, trip, sampler, rows, cols, stride, out_rows, block_rows: tl.constexpr, block_cols: tl.constexpr
+):
+    """Sample `block_cols` columns, rows of the output, for the guard. Sizes are not shifted."""
+    tile, _, launch = sampled(sums, sampler, out_rows, block_cols, 1)
+    col = tile * block_cols + tl.arange(0, block_cols)
+    piece: tl.constexpr = block_rows // 16
+    square, error = errors_of(
+        x, out, scale, None, col, cols, 1, 0, rows, stride, rows, block_cols, 1, piece, 2 * piece, 8
+    )
+    tell(sums, trip, sampler, launch, 1, square, error, out_rows, block_cols)
 
 
 @triton.jit
@@ -98,10 +100,14 @@ def quantize_columns_kernel(
     """Quantize and transpose `block_cols` columns a program. whole: whether out_cols is a multiple of 4."""
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    tile, programs = tl.program_id(0), tl.num_programs(0)
-    quantize_column_tile(
-        x, out, scale, sums, trip, tile, programs, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols
-    )
+    tile = tl.program_id(0)
+    if sums is not None:
+        looking = samplers_of(out_rows, block_cols, 1)
+        if tile < looking:
+            sample_columns(x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, block_rows, block_cols)
+            return
+        tile -= looking
+    quantize_column_tile(x, out, scale, tile, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols)
 
 
 @triton.jit
@@ -131,6 +137,45 @@ def column_amax_kernel(
 
 
 @triton.jit
+def column_scales(partial, out, scale, col, cols, splits: tl.constexpr):
+    """Return the scales of columns, given their partial maxima, and the reciprocals."""
+    split = tl.arange(0, splits).to(tl.int64)
+    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
+    return scales_of(tl.max(maxima, 0), out, scale)
+
+
+@triton.jit
+def sample_cast(
+    x,
+    partial,
+    out,
+    scale,
+    sums,
+    trip,
+    sampler,
+    rows,
+    cols,
+    stride,
+    out_rows,
+    row_tiles,
+    splits: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+):
+    """Sample PARTS_TOGETHER tiles of x (rows, cols) for the guard, given the partial maxima of their columns."""
+    span: tl.constexpr = PARTS_TOGETHER * block_rows
+    parts = tl.cdiv(row_tiles, PARTS_TOGETHER)
+    tile, part, launch = sampled(sums, sampler, out_rows, block_cols, parts)
+    col, first = tile * block_cols + tl.arange(0, block_cols), part * span
+    _, by = column_scales(partial, out, scale, col, cols, splits)
+    piece: tl.constexpr = block_rows // 16
+    square, error = errors_of(
+        x, out, scale, by, col, cols, 1, first, first + span, stride, rows, block_cols, 1, piece, 4 * piece, 1
+    )
+    tell(sums, trip, sampler, launch, parts, square, error, out_rows, block_cols)
+
+
+@triton.jit
 def scale_columns_kernel(
     x,
     partial,
@@ -156,28 +201,38 @@ def scale_columns_kernel(
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row_tiles = tl.cdiv(out_cols, block_rows)
-    row_tile, col_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    program = tl.program_id(0)
+    if sums is not None:
+        looking = samplers_of(out_rows, block_cols, tl.cdiv(row_tiles, PARTS_TOGETHER))
+        if program < looking:
+            sample_cast(
+                x,
+                partial,
+                out,
+                scale,
+                sums,
+                trip,
+                program,
+                rows,
+                cols,
+                stride,
+                out_rows,
+                row_tiles,
+                splits,
+                block_rows,
+                block_cols,
+            )
+            return
+        program -= looking
+    row_tile, col_tile = program % row_tiles, program // row_tiles
     quad = row_tile.to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    split = tl.arange(0, splits).to(tl.int64)
-    if sums is not None:
-        read = launch_read(sums)
-    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
-    col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
+    col_scale, inverse = column_scales(partial, out, scale, col, cols, splits)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
-    if sums is not None:
-        launch = launch_agreed(read)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
-    if sums is not None:
-        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
-        start, end = row_tile * block_rows, (row_tile + 1) * block_rows
-        piece: tl.constexpr = block_rows // 8
-        sample_columns(
-            x, out, sums, launch, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols, piece
-        )
 
 
 @triton.jit
@@ -202,30 +257,40 @@ def scale_partial_columns_kernel(
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row_tiles = tl.cdiv(out_cols, block_rows)
-    row_tile, col_tile = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    program = tl.program_id(0)
+    if sums is not None:
+        looking = samplers_of(out_rows, block_cols, tl.cdiv(row_tiles, PARTS_TOGETHER))
+        if program < looking:
+            sample_cast(
+                x,
+                partial,
+                out,
+                scale,
+                sums,
+                trip,
+                program,
+                rows,
+                cols,
+                stride,
+                out_rows,
+                row_tiles,
+                splits,
+                block_rows,
+                block_cols,
+            )
+            return
+        program -= looking
+    row_tile, col_tile = program % row_tiles, program // row_tiles
     row = row_tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    split = tl.arange(0, splits).to(tl.int64)
-    if sums is not None:
-        read = launch_read(sums)
-    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
-    col_scale, inverse = scales_of(tl.max(maxima, 0), out, scale)
+    col_scale, inverse = column_scales(partial, out, scale, col, cols, splits)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    if sums is not None:
-        launch = launch_agreed(read)
     encoded = tl.trans(encode(value, inverse[None, :], out))
     written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
     tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
-    if sums is not None:
-        end_launch(sums, trip, launch, tl.program_id(0), tl.num_programs(0), out_rows)
-        start, end = row_tile * block_rows, (row_tile + 1) * block_rows
-        piece: tl.constexpr = block_rows // 8
-        sample_columns(
-            x, out, sums, launch, col_tile, start, end, rows, cols, stride, out_rows, inverse, block_cols, piece
-        )
 
 
 def whole_columns_tile(out_cols: int) -> tuple[int, int] | None:
@@ -242,9 +307,16 @@ def columns_workspace(shape: tuple[int, int], out_shape: tuple[int, int]) -> int
 
 
 def columns_launches(
-    shape: tuple[int, int], stride: int, out_shape: tuple[int, int], *, aligned: bool = True
+    shape: tuple[int, int],
+    stride: int,
+    out_shape: tuple[int, int],
+    *,
+    aligned: bool = True,
+    guarded: bool = False,
 ) -> tuple[Launch, ...]:
-    """Return the launches of `quantize_columns`; aligned: the address of x is a multiple of 16.
+    """Return the launches of `quantize_columns`.
+
+    aligned: the address of x is a multiple of 16. guarded: sums and trip are not None.
 
     Either one, with the pointers x, out, scale, sums, trip; or two, with x, partial and x, partial, out, scale, sums,
     trip.
@@ -257,7 +329,8 @@ def columns_launches(
     tile = whole_columns_tile(out_cols)
     if tile is not None:
         options = {"whole": whole, "block_rows": tile[0], "block_cols": tile[1], "num_warps": 4}
-        return (Launch(quantize_columns_kernel, (triton.cdiv(out_rows, tile[1]), 1, 1), sizes, options),)
+        programs = triton.cdiv(out_rows, tile[1]) + samplers(out_rows, tile[1], 1, guarded=guarded)
+        return (Launch(quantize_columns_kernel, (programs, 1, 1), sizes, options),)
     block_rows = (
         64 if rows <= 256 * COLUMN_SPLITS else 32
     )  # on an H200 12.9 us and 14.8 us at 4096^2, 41 and 37 at 8192^2
@@ -270,9 +343,12 @@ def columns_launches(
     )
     inside = rows == out_cols and rows % 128 == 0 and cols == out_rows and cols % 64 == 0
     inside = inside and aligned and stride % 16 == 0
+    row_tiles = triton.cdiv(out_cols, 128)
+    programs = row_tiles * triton.cdiv(out_rows, 64)
+    programs += samplers(out_rows, 64, triton.cdiv(row_tiles, PARTS_TOGETHER.value), guarded=guarded)
     cast = Launch(
         scale_columns_kernel if inside else scale_partial_columns_kernel,
-        (triton.cdiv(out_cols, 128) * triton.cdiv(out_rows, 64), 1, 1),
+        (programs, 1, 1),
         sizes,
         {"splits": COLUMN_SPLITS, "block_rows": 128, "block_cols": 64, "num_warps": 4 if inside else 8},
     )
@@ -286,10 +362,11 @@ def quantize_columns(
 
     out: (>= cols, >= rows) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out. partial: the
     workspace of `columns_workspace`, of any content, None where that is 0. sums, trip: None, or what
-    `triton_quantize_common.end_launch` says, for the guard.
+    `triton_quantize_common.tell` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
-    first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0)
+    aligned, guarded = x.data_ptr() % 16 == 0, sums is not None
+    first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=aligned, guarded=guarded)
     if not rest:
         first.run(x, out, scale, sums, trip)
         return

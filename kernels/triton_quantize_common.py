@@ -23,13 +23,17 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SAMPLE = tl.constexpr(16)
 """The guard's sums are taken of one tile of so many, of the next one in the next launch: of all in as many launches."""
 SUMS_HEAD = tl.constexpr(8)
-"""Float32 values before the tables of the guard's sums."""
+"""Float32 values before the counts of the guard's sums."""
 LEARNT = tl.constexpr(256)
 """Launches from which the guard learns what is usual: every tile of whatever operand is sampled 16 times."""
-TABLES = tl.constexpr(4)
-"""Tables of the guard's sums: of this launch, of the last, of the next, and one to be cleared. A power of two."""
-JUDGED = tl.constexpr(128)
-"""Rows that one program judges at once."""
+SPARE = tl.constexpr(130)
+"""Rows of sums beside one in SAMPLE: what whole tiles, of up to 128 rows, round up to."""
+ROWS_AT_ONCE = tl.constexpr(4)
+"""Rows that a sampler looks at where a program quantizes fewer: it waits for memory as long for one."""
+PARTS_TOGETHER = tl.constexpr(4)
+"""Tiles along k that a sampler looks at where programs that quantize share the rows."""
+PARTS_AT_ONCE = tl.constexpr(4)
+"""Sums of a row's parts that are read at once."""
 
 
 class Launch(NamedTuple):
@@ -219,105 +223,50 @@ def store_four(out, word, row, quad, out_rows, out_cols, whole: tl.constexpr):
         tl.store(target + 3, (word >> 24).to(tl.uint8), mask=(row < out_rows) & (col + 3 < out_cols))
 
 
-def sums_size(rows: int) -> int:
-    """Return how many float32 values the guard's sums of an operand take; rows: those of the quantizer's output."""
-    return int(SUMS_HEAD.value) + 2 * int(TABLES.value) * (rows // int(SAMPLE.value) + int(JUDGED.value))
+def sums_size(rows: int, cols: int) -> int:
+    """Return how many float32 values the guard's sums of an operand take; rows, cols: of the quantizer's output."""
+    capacity = rows // int(SAMPLE.value) + int(SPARE.value)
+    return int(SUMS_HEAD.value) + 2 * capacity * (1 + triton.cdiv(cols, 128))
 
 
 def sums_head(limit: float, band: float, rounding: float) -> list[float]:
-    """Return what the guard's sums begin with, zeros behind it: see `end_launch`."""
-    return [0.0, 0.0, limit, band, rounding, 0.0, float("inf"), 0.0]
+    """Return what the guard's sums begin with, zeros behind it: see `tell`."""
+    return [limit, band, rounding, 0.0, float("inf"), 0.0, 0.0, 0.0]
+
+
+def samplers(out_rows: int, tile_rows: int, parts: int, *, guarded: bool) -> int:
+    """Return how many programs of a launch sample; see `samplers_of`."""
+    return triton.cdiv(triton.cdiv(out_rows, tile_rows), SAMPLE.value) * parts if guarded else 0
 
 
 @triton.jit
-def launch_read(sums):
-    """Return the number of this launch of its quantizer, as each thread reads it: best before the values are loaded."""
-    number = sums.to(tl.pointer_type(tl.int32), bitcast=True)
-    if INTERPRETED:
-        return tl.load(number + tl.zeros((1,), tl.int32))
-    return tl.load(number + tl.zeros((tl.extra.cuda.num_threads(),), tl.int32), volatile=True)
+def samplers_of(out_rows, tile_rows, parts):
+    """Return how many programs of a launch, the first ones, sample for the guard and quantize nothing.
 
-
-@triton.jit
-def launch_agreed(read):
-    """Return the number that all threads of a program agree on: best while the values are on their way.
-
-    The last program of a launch may advance it between two reads; a branch that depends on it has barriers.
+    What quantizes is then as it was: tried on an H200, each program's own look at the number of the launch (a barrier
+    and a store) took 5% of a product of 4096^3, and one count for all 13%. tile_rows: rows of the output that a
+    sampler looks at. parts: how many share such a tile.
     """
-    return tl.max(read, 0)
+    return tl.cdiv(tl.cdiv(out_rows, tile_rows), SAMPLE) * parts
 
 
 @triton.jit
-def end_launch(sums, trip, launch, program, programs, out_rows):
-    """Do what a program has to do for all: the first ones judge the last launch's sums, the last one ends the launch.
+def sampled(sums, sampler, out_rows, tile_rows, parts):
+    """Return the tile and the part that a sampler looks at, and the number of the launch.
 
-    launch: its number; program: which of the `programs` that quantize this operand. sums: float32
-    (`sums_size(out_rows)`), first of all the number of the launch (int32, from 0, wrapping around), the limit of error
-    / square, the factor of the band, what errors rounding alone can make, the largest and the least ratio seen (0 and
-    Inf at first); then four tables. trip: float32 (2), written where a ratio is not in the band: the ratio, and +1
-    above it or -1 below.
-
-    The last program starts after all others. It advances the number on the device, so that a replayed graph moves it
-    too, and nobody waits for it. A program that reads late, or beside another launch with the same sums, may see the
-    next number: it samples another tile, and adds to the table of the next launch, which is not cleared in this one.
-    A row that is missing tells nothing, one that misses parts is judged by the rest, and what is added twice leaves a
-    ratio between the two.
+    Tiles are one in SAMPLE, the next one in the next launch; each such slot counts its launches. All threads read the
+    same number, as it cannot be moved on before their own program has told.
     """
-    capacity = out_rows // SAMPLE + JUDGED
-    if program * JUDGED < capacity:
-        judge(sums, trip, launch, program * JUDGED, programs * JUDGED, capacity)
-    if program == programs - 1:
-        tl.atomic_add(sums.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="relaxed")
-
-
-@triton.jit
-def judge(sums, trip, launch, first, step, capacity):
-    """Compare rows of the last launch's table with the limit and the band, and clear that of the one after the next."""
-    last = sums + SUMS_HEAD + ((launch + TABLES - 1) & (TABLES - 1)) * 2 * capacity
-    cleared = sums + SUMS_HEAD + ((launch + 2) & (TABLES - 1)) * 2 * capacity
-    largest = tl.zeros((JUDGED,), tl.float32)
-    least = tl.full((JUDGED,), float("inf"), tl.float32)
-    for start in range(first, capacity, step):
-        row = start + tl.arange(0, JUDGED)
-        inside = row < capacity
-        square = tl.load(last + row, mask=inside, other=0.0, volatile=True)
-        error = tl.load(last + capacity + row, mask=inside, other=0.0, volatile=True)
-        tl.store(cleared + row, 0.0, mask=inside)
-        tl.store(cleared + capacity + row, 0.0, mask=inside)
-        finite = (square < float("inf")) & (error < float("inf"))  # false for NaN
-        ratio = tl.where(square > 0.0, error / tl.where(square > 0.0, square, 1.0), 0.0)
-        largest = tl.maximum(largest, tl.where(finite, ratio, float("inf")))
-        least = tl.minimum(least, tl.where(finite & (ratio > 0.0), ratio, float("inf")))
-    high, low = tl.max(largest, 0), tl.min(least, 0)
-    limit, band, rounding = tl.load(sums + 2), tl.load(sums + 3), tl.load(sums + 4)
-    most_seen, least_seen = tl.load(sums + 5, volatile=True), tl.load(sums + 6, volatile=True)
-    known = (launch > LEARNT) | (launch < 0)  # past 2**31
-    if not known:  # bits of floats that are not negative are in the floats' order
-        bits = sums.to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.atomic_max(bits + 5, high.to(tl.int32, bitcast=True), sem="relaxed")
-        tl.atomic_min(bits + 6, low.to(tl.int32, bitcast=True), sem="relaxed")
-    limit = tl.where(known, tl.minimum(limit, tl.maximum(band * most_seen, rounding)), limit)
-    floor = tl.where(known & (least_seen < float("inf")), least_seen / band, 0.0)
-    if high > limit:
-        tl.store(trip + 1, high)
-        tl.store(trip, 1.0)
-    elif low < floor:
-        tl.store(trip + 1, low)
-        tl.store(trip, -1.0)
-
-
-@triton.jit
-def sampled(tile, launch):
-    """Return whether this launch samples the rows of a tile."""
-    return ((tile ^ launch) & (SAMPLE - 1)) == 0
+    slot, part = sampler // parts, sampler % parts
+    counts = (sums + SUMS_HEAD).to(tl.pointer_type(tl.int64), bitcast=True)
+    launch = tl.load(counts + slot, volatile=True) // parts
+    tile = (slot * SAMPLE + (launch % SAMPLE).to(tl.int32)) % tl.cdiv(out_rows, tile_rows)
+    return tile.to(tl.int64), part, launch
 
 
 @triton.jit
 def squares_of(value, inverse, out):
-    """Return the squares of values in units of their scales, and of their rounding errors; not finite for what is not.
-
-    The value is cast again: of a branch that few programs take, what all of them keep should know nothing.
-    """
+    """Return the squares of values in units of their scales, and of their errors; not finite for what is not."""
     scaled = value * inverse
     error = scaled - encode(value, inverse, out).to(tl.float32)
     return scaled * scaled, error * error
@@ -335,88 +284,126 @@ def sums_of(square, error, axis: tl.constexpr):
 
 
 @triton.jit
-def add_to_table(sums, launch, tile, square, error, out_rows, tile_rows: tl.constexpr):
-    """Add the sums of the rows of a sampled tile, or of a part of each, to this launch's table; nobody waits for it."""
-    capacity = out_rows // SAMPLE + JUDGED
-    table = sums + SUMS_HEAD + (launch & (TABLES - 1)) * 2 * capacity
-    place = table + tile // SAMPLE * tile_rows + tl.arange(0, tile_rows)
-    tl.atomic_add(place, square, sem="relaxed")
-    tl.atomic_add(place + capacity, error, sem="relaxed")
-
-
-@triton.jit
-def sample_rows(
+def errors_of(
     x,
     out,
-    sums,
-    launch,
-    tile,
-    first,
-    end,
-    rows,
-    cols,
-    stride,
-    out_rows,
+    scale,
     inverse,
+    line,
+    lines,
+    line_stride,
+    first,
+    last,
+    stride,
+    length,
     tile_rows: tl.constexpr,
+    height: tl.constexpr,
     piece: tl.constexpr,
+    wide: tl.constexpr,
+    count: tl.constexpr,
 ):
-    """Add up the sums of a tile of rows, columns first to end, if this launch samples it.
+    """Return the sums of squares and of errors of a tile of lines of x, from the value `first` to `last` of each.
 
-    inverse: (tile_rows,) or (1,). The values are read again, `piece` columns at a time: to keep them would take
-    registers of all programs, and so would larger pieces.
+    line: (tile_rows,). lines, length: how many there are, and how long; a stride for each axis. inverse: one for the
+    tile or for each line; or None: of what is summed, `height` lines together. Lines are rows of the output. They are
+    read `count` times `wide` values at a time, and the second time, from L1, `piece` values: to keep them takes
+    registers, and every program of the launch then has as many. last - first: of whole count * wide, or all there is.
     """
-    if sampled(tile, launch):
-        row = tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
-        square_sum = tl.zeros((tile_rows, piece), tl.float32)
-        error_sum = tl.zeros((tile_rows, piece), tl.float32)
-        col = first + tl.arange(0, piece)
-        source = x + row[:, None] * stride
-        following = tl.load(source + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
-        for _ in range(first, tl.minimum(end, cols), piece):
-            value = following.to(tl.float32)
-            col += piece
-            following = tl.load(source + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
-            square, error = squares_of(value, inverse[:, None], out)
-            square_sum += square
-            error_sum += error
-        square, error = sums_of(square_sum, error_sum, 1)
-        add_to_table(sums, launch, tile, square, error, out_rows, tile_rows)
+    source, there = x + line[:, None] * line_stride, (line < lines)[:, None]
+    last = tl.minimum(last, length)
+    by = inverse
+    if inverse is None:
+        largest = tl.zeros((tile_rows, wide), tl.float32)
+        for start in range(first, last, count * wide):
+            for i in tl.static_range(count):
+                value = _piece(source, there, start + i * wide, length, stride, wide)
+                largest = tl.maximum(largest, magnitude(value))
+        amax = tl.max(largest, 1)
+        if height > 1:
+            amax = tl.max(amax.reshape(tile_rows // height, height), 1)[:, None]
+            amax = tl.broadcast_to(amax, (tile_rows // height, height)).reshape(tile_rows)
+        _, by = scales_of(amax, out, scale)
+    square = tl.zeros((tile_rows, piece), tl.float32)
+    error = tl.zeros((tile_rows, piece), tl.float32)
+    if inverse is None:
+        for start in range(first, last, piece):
+            value = _piece(source, there, start, length, stride, piece)
+            more_square, more_error = squares_of(value, by[:, None], out)
+            square += more_square
+            error += more_error
+    else:
+        for start in range(first, last, count * wide):
+            for i in tl.static_range(count * wide // piece):
+                value = _piece(source, there, start + i * piece, length, stride, piece)
+                more_square, more_error = squares_of(value, by[:, None], out)
+                square += more_square
+                error += more_error
+    return sums_of(square, error, 1)
 
 
 @triton.jit
-def sample_columns(
-    x,
-    out,
-    sums,
-    launch,
-    tile,
-    first,
-    end,
-    rows,
-    cols,
-    stride,
-    out_rows,
-    inverse,
-    tile_cols: tl.constexpr,
-    piece: tl.constexpr,
-):
-    """Do the same for a tile of columns, rows first to end; inverse: (tile_cols,) or (1,)."""
-    if sampled(tile, launch):
-        col = tile.to(tl.int64) * tile_cols + tl.arange(0, tile_cols)
-        square_sum = tl.zeros((piece, tile_cols), tl.float32)
-        error_sum = tl.zeros((piece, tile_cols), tl.float32)
-        row = first + tl.arange(0, piece).to(tl.int64)
-        source = x + col[None, :]
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        following = tl.load(source + row[:, None] * stride, mask=inside, other=0.0)
-        for _ in range(first, tl.minimum(end, rows), piece):
-            value = following.to(tl.float32)
-            row += piece
-            inside = (row < rows)[:, None] & (col < cols)[None, :]
-            following = tl.load(source + row[:, None] * stride, mask=inside, other=0.0)
-            square, error = squares_of(value, inverse[None, :], out)
-            square_sum += square
-            error_sum += error
-        square, error = sums_of(square_sum, error_sum, 0)
-        add_to_table(sums, launch, tile, square, error, out_rows, tile_cols)
+def _piece(source, there, first, length, stride, size: tl.constexpr):
+    place = (first + tl.arange(0, size))[None, :]
+    inside = there & (place < length)
+    return tl.load(source + place.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def tell(sums, trip, sampler, launch, parts, square, error, out_rows, tile_rows: tl.constexpr):
+    """Judge the sums of squares and of errors of a tile's rows, once all programs that share it have told theirs.
+
+    sampler: which of the programs that sample. square, error: (tile_rows,), of one of the `parts`
+    of each row. sums: float32 (`sums_size`), first of all the limit of error / square, the factor of the band, what
+    errors rounding alone can make, the largest and the least ratio seen (0 and Inf at first); from SUMS_HEAD on how
+    many parts were ever told for each slot of a tile (int64), and the sums of each part. trip: float32 (2), written
+    where a ratio is not in the band: the ratio, and +1 above it or -1 below.
+
+    Counts lie on the device, so that a replayed graph moves on too. Launches by the same sums come one after another;
+    were two to run at once, a ratio could be of parts of both, each a square and an error of the same values.
+    """
+    slot, part = sampler // parts, sampler % parts
+    counted = (sums + SUMS_HEAD).to(tl.pointer_type(tl.int64), bitcast=True) + slot
+    complete = parts <= 1
+    if parts > 1:
+        capacity = out_rows // SAMPLE + SPARE
+        row = slot * tile_rows + tl.arange(0, tile_rows)
+        kept = sums + SUMS_HEAD + 2 * capacity + row
+        own = kept + part.to(tl.int64) * 2 * capacity
+        tl.store(own, square, cache_modifier=".cg")
+        tl.store(own + capacity, error, cache_modifier=".cg")
+        tl.debug_barrier()
+        complete = tl.atomic_add(counted, 1, sem="acq_rel") % parts == parts - 1
+        if complete:
+            tl.debug_barrier()
+            square_sum = tl.zeros((PARTS_AT_ONCE, tile_rows), tl.float32)
+            error_sum = tl.zeros((PARTS_AT_ONCE, tile_rows), tl.float32)
+            for first in range(0, parts, PARTS_AT_ONCE):
+                which = first + tl.arange(0, PARTS_AT_ONCE)
+                there = (which < parts)[:, None] & (row >= 0)[None, :]
+                place = kept[None, :] + which.to(tl.int64)[:, None] * 2 * capacity
+                square_sum += tl.load(place, mask=there, other=0.0, cache_modifier=".cg")
+                error_sum += tl.load(place + capacity, mask=there, other=0.0, cache_modifier=".cg")
+            square, error = sums_of(square_sum, error_sum, 0)
+    else:
+        tl.debug_barrier()  # all threads have read it
+        tl.store(counted, launch + 1)
+    if complete:
+        limit, band, rounding = tl.load(sums), tl.load(sums + 1), tl.load(sums + 2)
+        most_seen, least_seen = tl.load(sums + 3, volatile=True), tl.load(sums + 4, volatile=True)
+        finite = (square < float("inf")) & (error < float("inf"))  # false for NaN
+        ratio = tl.where(square > 0.0, error / tl.where(square > 0.0, square, 1.0), 0.0)
+        high = tl.max(tl.where(finite, ratio, float("inf")), 0)
+        low = tl.min(tl.where(finite & (ratio > 0.0), ratio, float("inf")), 0)
+        known = launch >= LEARNT
+        if not known:  # bits of floats that are not negative are in the floats' order
+            bits = sums.to(tl.pointer_type(tl.int32), bitcast=True)
+            tl.atomic_max(bits + 3, high.to(tl.int32, bitcast=True), sem="relaxed")
+            tl.atomic_min(bits + 4, low.to(tl.int32, bitcast=True), sem="relaxed")
+        limit = tl.where(known, tl.minimum(limit, tl.maximum(band * most_seen, rounding)), limit)
+        floor = tl.where(known & (least_seen < float("inf")), least_seen / band, 0.0)
+        if high > limit:
+            tl.store(trip + 1, high)
+            tl.store(trip, 1.0)
+        elif low < floor:
+            tl.store(trip + 1, low)
+            tl.store(trip, -1.0)

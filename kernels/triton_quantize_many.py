@@ -13,9 +13,16 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from dispatch.kernels.triton_quantize import quantize_row_tile
-from dispatch.kernels.triton_quantize_columns import quantize_column_tile, whole_columns_tile
-from dispatch.kernels.triton_quantize_common import SHIFT, Launch, wait_for_predecessor
+from dispatch.kernels.triton_quantize import quantize_row_tile, sample_rows
+from dispatch.kernels.triton_quantize_columns import quantize_column_tile, sample_columns, whole_columns_tile
+from dispatch.kernels.triton_quantize_common import (
+    ROWS_AT_ONCE,
+    SHIFT,
+    Launch,
+    samplers,
+    samplers_of,
+    wait_for_predecessor,
+)
 
 MAX_OPERANDS = 4
 ROW_LIMIT = 8192
@@ -25,13 +32,14 @@ ROW_LIMIT = 8192
 class Source(NamedTuple):
     """What a launch has to know of one operand: x (rows, cols) of inner stride 1, and the shape of its output.
 
-    transposed: whether the output is as x transposed.
+    transposed: whether the output is as x transposed. guarded: whether the guard's sums and trip are not None.
     """
 
     shape: tuple[int, int]
     stride: int
     out_shape: tuple[int, int]
     transposed: bool
+    guarded: bool = False
 
 
 @triton.jit
@@ -41,7 +49,7 @@ def quantize_tile_of(
     scale,
     sums,
     trip,
-    tile,
+    program,
     rows,
     cols,
     stride,
@@ -52,33 +60,26 @@ def quantize_tile_of(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Quantize one tile of one operand, if it has this tile, and return which tile that is of the operands after it."""
+    """Do what is a program's of one operand, if it is one of its programs; return which it is of the operands after."""
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    count = tl.cdiv(out_rows, block_cols if transposed else block_rows)
-    if (tile >= 0) & (tile < count):
+    lines: tl.constexpr = block_cols if transposed else block_rows
+    count = tl.cdiv(out_rows, lines)
+    if sums is not None:
+        looking = samplers_of(out_rows, lines if transposed else max(lines, ROWS_AT_ONCE), 1)
+        if (program >= 0) & (program < looking):
+            if transposed:
+                sample_columns(x, out, scale, sums, trip, program, rows, cols, stride, out_rows, block_rows, lines)
+            else:
+                sample_rows(x, out, scale, sums, trip, program, rows, cols, stride, out_rows, lines, block_cols, False)
+        program -= looking
+    if (program >= 0) & (program < count):
         if transposed:
             quantize_column_tile(
-                x,
-                out,
-                scale,
-                sums,
-                trip,
-                tile,
-                count,
-                rows,
-                cols,
-                stride,
-                out_rows,
-                out_cols,
-                whole,
-                block_rows,
-                block_cols,
+                x, out, scale, program, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols
             )
         else:
-            quantize_row_tile(
-                x, out, scale, sums, trip, tile, count, rows, cols, stride, out_rows, out_cols, block_rows, block_cols
-            )
-    return tile - count
+            quantize_row_tile(x, out, scale, program, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
+    return program - count
 
 
 @triton.jit
@@ -143,14 +144,14 @@ def quantize_many_kernel(
 ):
     """Quantize up to four operands, one tile of one of them a program. What belongs to absent ones is None."""
     wait_for_predecessor(dependent)
-    tile = tl.program_id(0)
-    tile = quantize_tile_of(
+    program = tl.program_id(0)
+    program = quantize_tile_of(
         x0,
         out0,
         scale0,
         sums0,
         trip0,
-        tile,
+        program,
         rows0,
         cols0,
         stride0,
@@ -162,13 +163,13 @@ def quantize_many_kernel(
         block_cols0,
     )
     if x1 is not None:
-        tile = quantize_tile_of(
+        program = quantize_tile_of(
             x1,
             out1,
             scale1,
             sums1,
             trip1,
-            tile,
+            program,
             rows1,
             cols1,
             stride1,
@@ -180,13 +181,13 @@ def quantize_many_kernel(
             block_cols1,
         )
     if x2 is not None:
-        tile = quantize_tile_of(
+        program = quantize_tile_of(
             x2,
             out2,
             scale2,
             sums2,
             trip2,
-            tile,
+            program,
             rows2,
             cols2,
             stride2,
@@ -204,7 +205,7 @@ def quantize_many_kernel(
             scale3,
             sums3,
             trip3,
-            tile,
+            program,
             rows3,
             cols3,
             stride3,
@@ -220,7 +221,7 @@ def quantize_many_kernel(
 class Operand(NamedTuple):
     """One operand to quantize: x (rows, cols) of inner stride 1, its output and scales, whether it is transposed.
 
-    sums, trip: None, or what `triton_quantize_common.end_launch` says, for the guard.
+    sums, trip: None, or what `triton_quantize_common.tell` says, for the guard.
     """
 
     x: Any
@@ -233,7 +234,8 @@ class Operand(NamedTuple):
     def source(self) -> Source:
         """Return what a launch has to know of it."""
         x, out = self.x, self.out
-        return Source((x.shape[0], x.shape[1]), x.stride(0), (out.shape[0], out.shape[1]), self.transposed)
+        shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
+        return Source(shape, x.stride(0), out_shape, self.transposed, self.sums is not None)
 
 
 def tile_of(source: Source) -> tuple[int, int] | None:
@@ -268,7 +270,9 @@ def many_launch(sources: Sequence[Source]) -> Launch:
         sizes += [out_rows + SHIFT.value, out_cols + SHIFT.value]
         options |= {f"transposed{i}": source.transposed, f"whole{i}": out_cols % 4 == 0}
         options |= {f"block_rows{i}": tile[0], f"block_cols{i}": tile[1]}
-        programs += triton.cdiv(out_rows, tile[1] if source.transposed else tile[0])
+        lines, looked_at = tile[1] if source.transposed else tile[0], 1 if source.transposed else ROWS_AT_ONCE.value
+        programs += triton.cdiv(out_rows, lines)
+        programs += samplers(out_rows, max(lines, looked_at), 1, guarded=source.guarded)
     for i in range(len(sources), MAX_OPERANDS):
         sizes += [None] * 5
         options |= {f"transposed{i}": False, f"whole{i}": True, f"block_rows{i}": 1, f"block_cols{i}": 1}

@@ -200,8 +200,8 @@ def _guard(problem: Problem, side: str, recipe: ScalingRecipe, outer: int, axis:
         return _unguarded
     from dispatch.plugins._guard_torch import sums_of
 
-    rows = padded_size(outer, problem.k, recipe, axis)[0]
-    sums = sums_of(side, recipe, problem.k, rows, problem.device)
+    shape = padded_size(outer, problem.k, recipe, axis)
+    sums = sums_of(side, recipe, problem.k, shape, problem.device)
     if sums is None:
         return _unguarded
 

@@ -1,6 +1,6 @@
 """The guard's sums of operands that Triton quantizes in torch: on the device, and a trip in host memory that it writes.
 
-Nothing is copied or waited for: the kernel that quantizes judges the sums of its launch before, and what leaves the
+Nothing is copied or waited for: the kernel that quantizes judges the sums that it makes, and what leaves the
 band is stored to pinned memory, which the guard reads as it reads any number. See `kernels.triton_quantize_common`.
 """
 
@@ -61,14 +61,16 @@ class Guarded(NamedTuple):
 class Sums:
     """The guard's sums of one operand of a plan: one for each of its quantizer's layouts and each stream.
 
-    On one stream launches are in order, as their number supposes. Graphs share one that is made beside the first.
+    On one stream launches come one after another, as their counts suppose. Graphs share one, made beside the first.
     """
 
-    def __init__(self, watch: Watch, side: str, recipe: ScalingRecipe, k: int, rows: int, device: torch.device) -> None:
-        self.watch, self.rows, self.device = watch, rows, device
+    def __init__(
+        self, watch: Watch, side: str, recipe: ScalingRecipe, k: int, shape: tuple[int, int], device: Any
+    ) -> None:
+        self.watch, self.size, self.device = watch, sums_size(*shape), torch.device(device)
         self.head = sums_head(*watch.bounds(side, recipe, k))
         with torch.inference_mode(False):
-            self.trip = Trips.take(device)
+            self.trip = Trips.take(self.device)
         watch.listen(side, memoryview(self.trip.numpy()))
         weakref.finalize(self, Trips.give, self.trip).atexit = False
         self._made: dict[tuple[Hashable, int | None], Guarded] = {}
@@ -92,19 +94,19 @@ class Sums:
         return Guarded(sums, self.trip, (sums.data_ptr(), self.trip.data_ptr()))
 
     def _zeros(self) -> Tensor:
-        sums = torch.zeros(sums_size(self.rows), device=self.device)
+        sums = torch.zeros(self.size, device=self.device)
         sums[: len(self.head)] = torch.tensor(self.head, device=self.device)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # once: another stream may be the first to use it
         return sums
 
 
-def sums_of(side: str, recipe: ScalingRecipe, k: int, rows: int, device: Any) -> Sums | None:
+def sums_of(side: str, recipe: ScalingRecipe, k: int, shape: tuple[int, int], device: Any) -> Sums | None:
     """Return the guard's sums of an operand of the plan that is being made, or None where it wants none.
 
-    rows: of the quantizer's output. None too during a capture.
+    shape: of the quantizer's output. None too during a capture.
     """
     wanted = watch()
     if wanted is None or (torch.cuda.is_available() and _capturing()):
         return None
-    return Sums(wanted, side, recipe, k, rows, torch.device(device))
+    return Sums(wanted, side, recipe, k, shape, device)

@@ -173,7 +173,7 @@ class _Side:
         self.expands = self.count != math.prod(operand.batch)
         self.slots = OF_A if axis == -1 else OF_B
         name = "a" if axis == -1 else "b"
-        quantized = self.recipe, problem.k, self.form.rows, problem.device
+        quantized = self.recipe, problem.k, (self.form.padded_rows, self.form.padded_k), problem.device
         self.sums = sums_of(name, *quantized) if self.quantizes else None
 
     def encoded(self, x: Any) -> Encoded:

@@ -9,9 +9,14 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
-from dispatch.kernels import triton_quantize_blocks, triton_quantize_common
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _quantize_cases import close, extremes, guard_state, sampled_rows, seen
+from dispatch.kernels import triton_quantize_blocks
 
 from dispatch import ScalingRecipe, quantize
 
@@ -122,36 +127,32 @@ def hostile_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def wrong_sums(name: str, device: str, *, transposed: bool, launches: Sequence[int]) -> list[str]:
-    """Return what is wrong with the guard's sums of normal values after some launches of one quantizer."""
+    """Return what is wrong with the ratios that some launches of one quantizer see in normal values.
+
+    What is written is compared with a launch without the guard, bit by bit.
+    """
     recipe, rows, k = recipe_of(name, torch.float8_e4m3fn), 300, 200
     values = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    x = values.t().contiguous() if transposed else values
     block = recipe.block(rows, k)
     tiles = triton_quantize_blocks.TRANSPOSED_TILE[::-1] if transposed else triton_quantize_blocks.TILES[block]
-    tile = max(1, tiles[0] // block[0]) * block[0]
-    sums = torch.zeros(triton_quantize_common.sums_size(rows), device=device)
-    head = triton_quantize_common.sums_head(0.5, 4.0, 2.0**-8)
-    sums[: len(head)] = torch.tensor(head, device=device)
-    trip = torch.zeros(2, device=device)
-    capacity, wrong = (len(sums) - 8) // 8, []
+    height = max(1, tiles[0] // block[0]) * block[0]
+    sums, trip = guard_state((rows, k), values.device)
+    out, plain = (torch.zeros(rows, k, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
+    scale, plain_scale = (torch.empty(-(-rows // block[0]), -(-k // block[1]), device=device) for _ in range(2))
+    triton_quantize_blocks.quantize_blocks(x, plain, plain_scale, block, transposed=transposed)
+    spread = plain_scale.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :k]
+    wrong = []
     for launch in range(max(launches) + 1):
-        x = values.t().contiguous() if transposed else values
-        out = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=device)
-        scale = torch.empty(-(-rows // block[0]), -(-k // block[1]), device=device)
-        triton_quantize_blocks.quantize_blocks(x, out, scale, block, sums, trip, transposed=transposed)
+        triton_quantize_blocks.quantize_blocks(x, out.zero_(), scale, block, sums, trip, transposed=transposed)
+        found = seen(sums)
         if launch not in launches:
             continue
-        spread = scale.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :k]
-        scaled = values.double() / spread
-        wanted = torch.zeros(2, capacity, dtype=torch.float64, device=device)
-        for first in range(launch % 16 * tile, rows, 16 * tile):
-            part = slice(first, min(first + tile, rows))
-            place = slice(first // (16 * tile) * tile, first // (16 * tile) * tile + part.stop - first)
-            wanted[0, place] = scaled[part].square().sum(1)
-            wanted[1, place] = (scaled - out.double())[part].square().sum(1)
-        start = 8 + launch % 4 * 2 * capacity
-        found = sums[start : start + 2 * capacity].reshape(2, capacity).double()
-        if not torch.allclose(found, wanted, rtol=2e-3, atol=1e-5):
-            wrong.append(f"launch {launch}: {found.tolist()} should be {wanted.tolist()}")
+        if not torch.equal(out.view(torch.uint8), plain.view(torch.uint8)) or not torch.equal(scale, plain_scale):
+            wrong.append(f"launch {launch} wrote something else than without the guard")
+        wanted = extremes(values.double() / spread, out, sampled_rows(rows, height, launch))
+        if not close(found, wanted):
+            wrong.append(f"launch {launch}: ratios {found} should be {wanted}")
     return wrong + ([f"tripped by {trip.tolist()}"] if trip.any() else [])
 
 

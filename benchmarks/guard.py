@@ -2,9 +2,10 @@
 
     python benchmarks/guard.py [--device cpu] [--parts families cost trips] [--record NAME]
 
-families: each is measured as a scope of its own. `winner`, and its three errors in the worst row by a full float64
-product. Then a quantized product that was chosen on normal data is given the family: `loss` of its result by a full
-float64 product, what `async` said within 17 calls after 272 of normal data, and whether `strict` refused the result.
+families: each is measured as a scope of its own, with `min_speedup = 1.0`. `winner`, and its three errors in the worst
+row by a full float64 product. Then a quantized product that was chosen on normal data is given the family: `loss` of
+its result by a full float64 product, what `async` said within 17 calls after 272 of normal data, and whether `strict`
+refused the result.
 cost: the products of both operands quantized, captured in CUDA graphs with `mode = "off"` and `"async"`, in turns: the
 95% interval of the mean of the relative differences of pairs. Needs a GPU. trips: how many calls after a change.
 On a CPU products are emulated by the reference quantizer, and clocks are made up: a trial of this script.
@@ -168,8 +169,9 @@ def families(device: str) -> Iterator[Row]:
         for family in FAMILIES:
             a, b = data(family, size, device, seed=1)
             fresh()
-            decision = dispatch.explain(a, b, scope=family)
-            error = errors(dispatch.matmul(a, b, scope=family), a, b)
+            with dispatch.use_policy(gate={"min_speedup": 1.0}):
+                decision = dispatch.explain(a, b, scope=family)
+                error = errors(dispatch.matmul(a, b, scope=family), a, b)
             own = errors(torch.matmul(a, b), a, b)
             guards = {recipe: said(family, size, recipe, device) for recipe in QUANTIZED}
             cells = (f"{_said(found):>34}" for found in guards.values())
@@ -333,10 +335,11 @@ def main() -> None:
     with machine(arguments.device):
         for part in arguments.parts:
             begun = time.perf_counter()
-            rows = list(PARTS[part](arguments.device))
-            print(f"{part}: {len(rows)} rows in {time.perf_counter() - begun:.0f} s\n", flush=True)
-            if arguments.record:
-                _rows.append(rows, arguments.record)
+            count = 0
+            for count, row in enumerate(PARTS[part](arguments.device), 1):  # noqa: B007 - printed after the last
+                if arguments.record:
+                    _rows.append([row], arguments.record)
+            print(f"{part}: {count} rows in {time.perf_counter() - begun:.0f} s\n", flush=True)
 
 
 if __name__ == "__main__":

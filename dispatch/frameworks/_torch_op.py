@@ -125,10 +125,18 @@ def _fake(
     **__: Any,
 ) -> Tensor:
     """Return a tensor without values as _run would; shapes and errors are those of torch's own product."""
+    _before_lowering()
     out = torch.matmul(*decoded(_stated(a, form_a), _stated(b, form_b)))
     if bias is not None:
         bias.expand(out.shape)
     return out.new_empty(out.shape, dtype=out_dtype or out.dtype)
+
+
+def _before_lowering() -> None:
+    """Tell Inductor, if it is loaded, what to call in place of the op: it traces an op before it lowers it."""
+    from dispatch.frameworks import _torch_inductor
+
+    _torch_inductor.register()
 
 
 def _stated(x: Tensor, form: str | None) -> Tensor:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,6 @@ from dispatch.frameworks import _torch_op
 from dispatch.frameworks.request import request
 from dispatch.policies.policy import _in_force, current_policy
 from dispatch.quantization import PreparedOperand
-from dispatch.quantization.prepared import living
 
 TRIED = (2, 9), (2, 13)
 """The first and the last version of torch that this was tried with: Inductor's lowerings are no public interface."""
@@ -34,7 +34,7 @@ _OP = _torch_op.OP.default
 _TENSORS = ("a", "b", "bias", "scale_a", "scale_b")
 _known = _api._table.compiled
 _active = _in_force.get
-_for_backward = partial(_torch_op._policy, None)
+_around_backward = _torch_op.around_backward
 _modes = torch._C._len_torch_dispatch_stack
 _autocast = torch._C._is_any_autocast_enabled
 
@@ -60,16 +60,16 @@ class Site:
 
 def direct(site: str, *values: Any) -> Tensor:
     """Return the product of a call in generated code, by the plan that is known for this site under the policy."""
-    plan = _known.get((site, _active() or _for_backward()))
+    plan = _known.get((site, _active() or _around_backward()))
     if plan is not None and not _modes() and not _autocast():
         try:
-            out = plan(*values)
+            out: Tensor = plan(*values).contiguous()
         except KeyboardInterrupt:
             raise
         except BaseException:  # the whole call below meets it again, and says whose fault it is
             pass
         else:
-            return cast(Tensor, out.contiguous())
+            return out
     return _whole(site, values)
 
 
@@ -95,7 +95,7 @@ def _remember(site: str, found: Site, arguments: dict[str, Any]) -> None:
     parts = (arguments.get(name) for name in ("bias", "activation", "out_dtype", "op"))
     plan = _api._young.get(_api._key(request(x, y, *parts), options))
     if plan is not None and (bound := _bound(plan, found, x, y)) is not None:
-        _api._table.keep_compiled((site, _active() or _for_backward()), bound)
+        _api._table.keep_compiled((site, _active() or _around_backward()), bound)
 
 
 def _operands(arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -112,7 +112,7 @@ def _bound(plan: Plan, site: Site, a: Any, b: Any) -> Plan | None:
     if any(not isinstance(x, PreparedOperand) for x, name in ((a, "prepared_a"), (b, "prepared_b")) if name in names):
         return None
     if prepared == ["prepared_b"] and "prepared_b" in site.stated and site.given in (("a", "b"), ("a", "b", "bias")):
-        return _weighted(plan, site.stated["prepared_b"])
+        return _weighted(plan, b)
 
     def product(*values: Any) -> Any:
         arguments = site.arguments(values)
@@ -126,14 +126,15 @@ def _bound(plan: Plan, site: Site, a: Any, b: Any) -> Plan | None:
     return product
 
 
-def _weighted(plan: Plan, number: int) -> Plan:
+def _weighted(plan: Plan, weight: PreparedOperand) -> Plan:
     """Return `plan` for a prepared weight, as quickly as can be: it is what decoding calls."""
+    living = weakref.ref(weight)
 
     def product(a: Tensor, b: Tensor, *bias: Tensor) -> Any:
-        weight = living(number)
-        if weight is None or (weight._array is not b and not _torch_op._same(weight._array, b)):
+        found = living()
+        if found is None or (found._array is not b and not _torch_op._same(found._array, b)):
             raise _GoneError
-        return plan(a, weight, *bias)
+        return plan(a, found, *bias)
 
     return product
 

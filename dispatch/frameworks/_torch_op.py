@@ -101,12 +101,16 @@ def _policy(name: str | None) -> Policy | None:
     """Return the policy of that name, or the one around backward() if this is a thread of autograd's, or None."""
     if name is not None:
         return _loaded(name)
-    if _in_force.get() is None:
-        if torch._C._is_key_in_tls("context"):  # of the thread that calls backward(), from torch 2.13 on
-            context = torch._C._get_obj_in_tls("context")
-            return None if context is None else context.get(_in_force)
-        if torch._C._is_key_in_tls(POLICY) and (entered := torch._C._get_obj_in_tls(POLICY)):
-            return cast(Policy, entered[-1])
+    return around_backward() if _in_force.get() is None else None
+
+
+def around_backward() -> Policy | None:
+    """Return the policy that was in force where backward() was called, if this is a thread of autograd's, or None."""
+    if torch._C._is_key_in_tls("context"):  # of the thread that calls backward(), from torch 2.13 on
+        context = torch._C._get_obj_in_tls("context")
+        return None if context is None else context.get(_in_force)
+    if torch._C._is_key_in_tls(POLICY) and (entered := torch._C._get_obj_in_tls(POLICY)):
+        return cast(Policy, entered[-1])
     return None
 
 

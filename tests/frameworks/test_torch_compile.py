@@ -480,6 +480,7 @@ class TestExport:
             same(program.module()(x), functional.gelu(x @ module.weight + module.bias))
         assert winner.calls > before
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of the process's first jvp
     def test_transforms_and_forward_mode_of_an_exported_program(self) -> None:
         module, x, tangent = Linear(), tensor((3, 4)), tensor((3, 4), 7)
         program = torch.export.export(module, (x,)).module()

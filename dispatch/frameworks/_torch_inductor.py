@@ -2,7 +2,7 @@
 
 The op says what a call is; here its constant arguments, and where they are static the sizes and strides, become one
 string in the generated code, by which a known call is found at once. Code for C++, packages made ahead of time and
-versions of torch that this was not tried with call the op.
+versions of torch whose Inductor this was not read against call the op.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dispatch.frameworks.request import request
 from dispatch.policies.policy import _in_force, current_policy
 from dispatch.quantization import PreparedOperand
 
-TRIED = (2, 9), (2, 13)
-"""The first and the last version of torch that this was tried with: Inductor's lowerings are no public interface."""
+FITTING = (2, 9), (2, 13)
+"""The first and the last version of torch whose Inductor this fits: its lowerings are no public interface."""
 NAME = "direct_matmul"
 """Under which generated code finds `direct`. Such code lies in caches on disk: another form of a site, another name."""
 _OP = _torch_op.OP.default
@@ -152,13 +152,13 @@ def _parsed(site: str) -> Site:
 
 
 def register() -> None:
-    """Let Inductor call `direct` for the op, once it is loaded and if it is one that this was tried with."""
+    """Let Inductor call `direct` for the op, once it is loaded and if it is one that this fits."""
     global _registered
     if _registered or "torch._inductor.lowering" not in sys.modules:
         return
     _registered = True
     version = tuple(int(x) for x in torch.__version__.split(".")[:2])
-    if TRIED[0] <= version <= TRIED[1]:
+    if FITTING[0] <= version <= FITTING[1]:
         _lower()
 
 
@@ -185,7 +185,8 @@ def _lower() -> None:
             self.python_kernel_name = f"torch.ops.gemm_dispatch.{NAME}"
 
         def codegen_args(self) -> list[str]:
-            site, values = _site(*self.unflatten_args(self.inputs, self.constant_args), self.kwargs)
+            args, kwargs = self.unflatten_args(self.inputs, self.constant_args)
+            site, values = _site(args, {**self.kwargs, **kwargs})
             return [repr(str(site)), *map(V.graph.wrapper_code.val_to_arg_str, values)]
 
         def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
@@ -196,19 +197,19 @@ def _lower() -> None:
     def lowering(*args: Any, **kwargs: Any) -> Any:
         if V.graph.cpp_wrapper or V.graph.aot_mode or getattr(V.graph, "fx_wrapper", False):
             return by_op(*args, **kwargs)
-        return Direct.create(_OP, *args, **kwargs).wrap_for_lowering()
+        return ir.TensorBox.create(Direct.create(_OP, *args, **kwargs))
 
     add_needs_realized_inputs(_OP)
     add_layout_constraint(_OP, constrain_to_fx_strides)
     register_lowering(_OP, type_promotion_kind=None)(lowering)
 
 
-def _site(args: Any, kwargs: dict[str, Any], more: dict[str, Any]) -> tuple[Site, list[Any]]:
+def _site(args: Any, kwargs: dict[str, Any]) -> tuple[Site, list[Any]]:
     """Return what is constant in one call of the op, and what generated code has to pass, in that order."""
     names = [argument.name for argument in _OP._schema.arguments]
     given: dict[str, Any] = {}
     stated: dict[str, Any] = {}
-    for name, value in {**dict(zip(names, args, strict=False)), **more, **kwargs}.items():
+    for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
         if isinstance(value, torch.SymInt) and value.node.expr.is_Integer:
             value = int(value.node.expr)
         if isinstance(value, torch.dtype):

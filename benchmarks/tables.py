@@ -160,6 +160,29 @@ def torch_graphs() -> str:
     return "\n".join([*lines, "", *_machines(found)])
 
 
+def host_compiled() -> str:
+    """Return the table of what a call compiled by torch takes of the host."""
+    lines = [
+        "| m x n x k | operands | dispatch.matmul | torch.matmul | beyond | plan as an op | plan alone | on | chosen |"
+    ]
+    lines.append("|---" * 9 + "|")
+    found = rows("host_compiled")
+    for entry in found:
+        problem, times = entry["problem"], {name.partition("@")[0]: us for name, us in entry["peers"].items()}
+        cells = [
+            f"{problem['m']} x {problem['n']} x {problem['k']} {problem['dtype']}",
+            entry["way"],
+            f"{_us(entry['host_us'])} ± {_us(entry['spread_us'] / 2)}",
+            _us(times.get("torch.matmul")),
+            f"{entry['beyond_us']:+.1f} ± {entry['beyond_spread_us'] / 2:.1f} us",
+            *(_us(times.get(name)) for name in ("plan as an op", "plan alone")),
+            entry["device"].partition(" (")[0],
+            f"`{entry['candidate']}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
 def linear() -> str:
     """Return the table of forward and backward of a linear layer."""
     lines = ["| tokens x inputs -> outputs | way | gradients | ours | torch.matmul | speedup | served by |"]
@@ -279,6 +302,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pallas_quantize": partial(quantize_in_jax, "pallas_quantize"),
     "host_call": host_call,
     "torch_graphs": torch_graphs,
+    "host_compiled": host_compiled,
     "linear": linear,
     "counters": counters,
     "guard": guard,

@@ -101,12 +101,16 @@ def _policy(name: str | None) -> Policy | None:
     """Return the policy of that name, or the one around backward() if this is a thread of autograd's, or None."""
     if name is not None:
         return _loaded(name)
-    if _in_force.get() is None:
-        if torch._C._is_key_in_tls("context"):  # of the thread that calls backward(), from torch 2.13 on
-            context = torch._C._get_obj_in_tls("context")
-            return None if context is None else context.get(_in_force)
-        if torch._C._is_key_in_tls(POLICY) and (entered := torch._C._get_obj_in_tls(POLICY)):
-            return cast(Policy, entered[-1])
+    return around_backward() if _in_force.get() is None else None
+
+
+def around_backward() -> Policy | None:
+    """Return the policy that was in force where backward() was called, if this is a thread of autograd's, or None."""
+    if torch._C._is_key_in_tls("context"):  # of the thread that calls backward(), from torch 2.13 on
+        context = torch._C._get_obj_in_tls("context")
+        return None if context is None else context.get(_in_force)
+    if torch._C._is_key_in_tls(POLICY) and (entered := torch._C._get_obj_in_tls(POLICY)):
+        return cast(Policy, entered[-1])
     return None
 
 
@@ -125,10 +129,18 @@ def _fake(
     **__: Any,
 ) -> Tensor:
     """Return a tensor without values as _run would; shapes and errors are those of torch's own product."""
+    _before_lowering()
     out = torch.matmul(*decoded(_stated(a, form_a), _stated(b, form_b)))
     if bias is not None:
         bias.expand(out.shape)
     return out.new_empty(out.shape, dtype=out_dtype or out.dtype)
+
+
+def _before_lowering() -> None:
+    """Tell Inductor, if it is loaded, what to call in place of the op: it traces an op before it lowers it."""
+    from dispatch.frameworks import _torch_inductor
+
+    _torch_inductor.register()
 
 
 def _stated(x: Tensor, form: str | None) -> Tensor:

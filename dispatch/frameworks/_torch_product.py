@@ -42,8 +42,8 @@ def autocasting(x: Tensor) -> bool:
     """Return whether autocast is on for the tensor's device; some, as meta, have none."""
     if not torch._C._is_any_autocast_enabled():
         return False
-    kind = x.device.type
-    return bool(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+    kind = x.device.type  # that it is available torch 2.11's Dynamo cannot ask
+    return bool((kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind))
 
 
 def without_autocast(x: Tensor) -> Any:

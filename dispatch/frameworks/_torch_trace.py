@@ -23,6 +23,9 @@ from dispatch.policies.policy import Policy, PolicyError, load_policy, use_polic
 from dispatch.quantization import PreparedOperand, ScaledArray
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_autocast = torch._C._is_any_autocast_enabled
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_strided = torch.strided
 _ENTRIES = (matmul, explain, again, differentiable, use_policy.__init__, use_policy.__enter__, use_policy.__exit__)
 
 
@@ -51,6 +54,10 @@ def traced(
     scope: str | None,
 ) -> Any:
     """Return the product as Dynamo traces it; it breaks the graph at what it cannot take, or is wrong."""
+    if bias is activation is out_dtype is policy is None and not _autocast():  # with few guards, checked in each call
+        weight, number = (b._array, b._number) if isinstance(b, PreparedOperand) else (b, None)
+        if _opaque(a, weight, None):
+            return OP(a, weight, prepared_b=number, backend=backend, scope=scope)
     x, y = _tensor(a), _tensor(b)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not (bias is None or isinstance(bias, Tensor)):
         broken("dispatch.matmul of what is no torch tensor")
@@ -82,10 +89,10 @@ def _opaque(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
 
     Transforms, forward-mode AD and subclasses do; they get torch's own product.
     """
-    if forward_ad._current_level >= 0 or type(torch._C._functorch.peek_interpreter_stack()) is not NoneType:
+    if forward_ad._current_level >= 0 or type(_interpreter()) is not NoneType:
         return False  # Dynamo's None is not `None` there, but its type is
     for x in (a, b) if bias is None else (a, b, bias):
-        if type(x) not in _PLAIN or x.layout is not torch.strided or not x.dtype.is_floating_point:
+        if type(x) not in _PLAIN or x.layout is not _strided or not x.dtype.is_floating_point:
             return False
     return True
 

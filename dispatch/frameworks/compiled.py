@@ -35,9 +35,9 @@ def traced(
     scope: str | None = None,
 ) -> Any:
     """Return the product; Dynamo traces this in place of dispatch.matmul, whose table and policy it cannot."""
-    from dispatch.frameworks import _torch_trace
+    from dispatch.frameworks._torch_trace import traced as product
 
-    return _torch_trace.traced(a, b, bias, activation, out_dtype, policy, backend, scope)
+    return product(a, b, bias, activation, out_dtype, policy, backend, scope)
 
 
 def interpreted(call: Request, policy: Policy | None, backend: str | None, scope: str | None) -> Any:

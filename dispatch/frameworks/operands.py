@@ -161,6 +161,7 @@ def undressing(own: Plan) -> Plan:
     """Return the own product for operands that may be prepared."""
 
     def undressed(a: Any, b: Any, *bias: Any) -> Any:
-        return own(getattr(a, "array", a), getattr(b, "array", b), *bias)
+        x = a.array if isinstance(a, PreparedOperand) else a
+        return own(x, b.array if isinstance(b, PreparedOperand) else b, *bias)
 
     return undressed

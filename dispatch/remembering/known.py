@@ -13,13 +13,15 @@ class KnownCalls:
     """Known calls by key, least recently used forgotten first, without a lock and without cost on a hit.
 
     Two generations: what is used lives in `young`; when that is full it becomes `old`, and what is not used again
-    from there goes with it. `served` has the backend of every known call that a plugin serves.
+    from there goes with it. `served` has the backend of every known call that a plugin serves. `compiled` has the
+    plans of products in compiled code, by product and policy.
     """
 
     def __init__(self) -> None:
         self.young: dict[Hashable, Plan] = {}
         self.old: dict[Hashable, Plan] = {}
         self.served: dict[Hashable, str] = {}
+        self.compiled: dict[Hashable, Plan] = {}
 
     def find(self, key: Hashable) -> Plan | None:
         """Return an old plan, young again, or None."""
@@ -39,6 +41,12 @@ class KnownCalls:
             self.served[key] = backend
         self.young[key] = plan
 
+    def keep_compiled(self, key: Hashable, plan: Plan) -> None:
+        """Remember a plan of compiled code."""
+        if len(self.compiled) >= MOST_PLANS:
+            self.compiled.clear()
+        self.compiled[key] = plan
+
     def __len__(self) -> int:
         return len(self.young.keys() | self.old.keys())
 
@@ -47,3 +55,4 @@ class KnownCalls:
         self.old = {}
         self.young.clear()
         self.served.clear()
+        self.compiled.clear()

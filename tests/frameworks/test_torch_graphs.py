@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -133,6 +134,24 @@ class TestCompile:
                 out = compiled(x, w).clone()
         assert dispatch.stats()["measured"] == before + 1
         assert 0.005 < rel(out - 1, x.double() @ w.double()) < LOSSY
+
+    @pytest.mark.parametrize("prepared", [False, True])
+    def test_a_known_product_is_called_without_the_op(self, fp8: None, fresh: None, prepared: bool) -> None:
+        x, w = randn(64, 128), randn(128, 176, seed=1)
+        weight = dispatch.prepare(w) if prepared else w
+        compiled = torch.compile(lambda x, w: dispatch.matmul(x, w), fullgraph=True)
+        names: set[str] = set()
+        with torch.no_grad():
+            for _ in range(3):
+                compiled(x, weight)
+            sys.setprofile(lambda frame, event, _: names.add(frame.f_code.co_name) if event == "call" else None)
+            try:
+                out = compiled(x, weight)
+            finally:
+                sys.setprofile(None)
+        assert "direct" in names
+        assert not {"_run", "_whole", "differentiable"} & names
+        assert 0.005 < rel(out, x.double() @ w.double()) < LOSSY
 
     def test_a_prepared_weight_in_reduce_overhead(self, fp8: None, fresh: None) -> None:
         weight = dispatch.prepare(randn(128, 96, seed=1))

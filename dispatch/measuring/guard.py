@@ -252,7 +252,7 @@ def _without(decision: Decision, out: dict[Any, str], policy: Policy) -> Decisio
         said = None if candidate.recipe is None else out.get(candidate.recipe, out.get(None))
         if said is not None:
             del able[candidate]
-            rejections[candidate] = [Rejection("guard", said, "data as usual; dispatch.calibrate decides anew")]
+            rejections[candidate] = [Rejection("data", f"such that the guard {said}", "dispatch.calibrate on it")]
     made = decide(decision.problem, {BASELINE: decision.baseline, **able}, rejections, policy)
     return replace(made, source=decision.source, settled=decision.settled)
 

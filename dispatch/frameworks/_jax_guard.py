@@ -113,8 +113,9 @@ def _ratios(side: Side, start: Array) -> Array:
     squares, errors = jnp.square(values / unit).sum(1), jnp.square((values - decoded) / unit).sum(1)
     wild = ~jnp.isfinite(squares) | ~jnp.isfinite(errors) | (zero & (errors >= jnp.finfo(values.dtype).tiny))
     ratio = errors / jnp.where(zero, 1, squares)
+    ratio = jnp.where(ratio < (4 * jnp.finfo(values.dtype).eps) ** 2, 0, ratio)  # exact but for what decoding rounds
     most = jnp.where(wild, jnp.inf, jnp.where(zero, 0, ratio)).max()
-    least = jnp.where(wild | zero, jnp.inf, ratio).min()
+    least = jnp.where(wild | (ratio == 0), jnp.inf, ratio).min()
     return jnp.stack([most, least]).astype(jnp.float32)
 
 

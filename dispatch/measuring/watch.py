@@ -81,7 +81,8 @@ class Watch:
     def by_ratios(self, side: str, recipe: ScalingRecipe, k: int) -> Hear:
         """Return hear(most, least), to be called with the ratios of a call's sampled rows: their largest and least.
 
-        Inf and whatever for a row with what is not finite; rows of zeros have no ratio: 0 and Inf where all are such.
+        A row with what is not finite has Inf. Exact rows, and those of zeros, are none of the least: 0 and Inf where
+        all are such.
         """
         rows = _Rows(self.bounds(side, recipe, k))
         self.listen(side, rows.trip)
@@ -135,7 +136,7 @@ class _Rows:
         wild = ~(np.isfinite(squares) & np.isfinite(errors))
         known = ratios[~wild & ~np.isnan(ratios)]
         most = np.inf if wild.any() else known.max(initial=0.0)
-        self._judge(call, float(most), float(known.min(initial=np.inf)))
+        self._judge(call, float(most), float(known[known > 0.0].min(initial=np.inf)))
 
     def hear(self, most: float, least: float) -> None:
         self._judge(next(self._calls), most, least)

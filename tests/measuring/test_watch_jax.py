@@ -425,7 +425,8 @@ class TestSample:
     def test_extremes(self, ratios: Any) -> None:
         ones = jnp.ones((SAMPLE, 4), "float32")
         assert ratios((ones * 0, ones * 0, -1)) == [(0.0, np.inf)]
-        assert ratios((ones, ones, -1)) == [(0.0, 0.0)]
+        assert ratios((ones, ones, -1)) == [(0.0, np.inf)]
+        assert ratios((ones, ones * (1 + 1e-7), -1)) == [(0.0, np.inf)]
         assert ratios((ones, ones * 0, -1)) == [(1.0, 1.0)]
         assert ratios((ones * 0, ones, -1))[0][0] == np.inf
         for value in (np.inf, np.nan):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,11 +49,23 @@ def tell(sides: Sequence[Side | tuple[Any, ...]]) -> None:
     The sample is every 16th row (of columns runs of 16), from a row on that a hash of the operands' own bits says: each
     row has one chance in 16 in a call on other data, and none or all of them on the same.
     """
+    if not _reachable():
+        return
     given = [Side(*side) for side in sides]
     with jax.named_scope("dispatch_guard"):
         start = _hash([y for side in given for y in (side.codes, side.scale) if y is not None])
         ratios = jnp.stack([_ratios(side, start) for side in given])
     jax.debug.callback(partial(_heard, [side.hear for side in given]), ratios)
+
+
+@cache
+def _reachable() -> bool:
+    """Return whether JAX has a CPU device: it hands what callbacks are given over there, or fails as a program runs."""
+    try:
+        return bool(jax.local_devices(backend="cpu"))
+    except RuntimeError as error:
+        logger.warning("dispatch: JAX programs tell the guard nothing: callbacks need a CPU device (%s)", error)
+        return False
 
 
 def _heard(hears: Sequence[Hear], ratios: Array) -> None:

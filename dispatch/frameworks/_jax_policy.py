@@ -24,9 +24,10 @@ def join() -> None:
 def _epochs(make: Callable[..., Any] | None) -> Callable[[], None]:
     """Return what moves the guard's epoch, in every thread; before JAX 0.10 it drops what is compiled instead."""
     epoch = None if make is None else make(default_value=None)
-    move = getattr(epoch, "set_global", None)
+    move: Callable[[int], None] | None = getattr(epoch, "set_global", None)
     if move is None:
-        return jax.clear_caches
+        clear: Callable[[], None] = jax.clear_caches
+        return clear
     numbers = itertools.count(1)
     return lambda: move(next(numbers))
 

@@ -336,7 +336,7 @@ batching.primitive_batchers[fused] = _fused_batched
 @contextmanager
 def _deciding(tells: bool) -> Iterator[None]:
     """Let dispatched products be multiplied at once, instead of standing in the trace once more."""
-    tokens = lowering.set(True), telling.set(tells)
+    tokens = lowering.set(True), telling.set(tells and jax.process_count() == 1)
     try:
         yield
     finally:
@@ -347,7 +347,8 @@ def _deciding(tells: bool) -> Iterator[None]:
 def here(multiply: Callable[..., Array], *, tells: bool = False) -> Callable[..., Array]:
     """Return `multiply`, whose dispatched products are decided and multiplied at once.
 
-    tells: a callback may stand in what it traces. Not in what XLA's partitioner asks for: JAX would lose it.
+    tells: a callback may stand in what it traces. Not in what XLA's partitioner asks for: JAX would lose it. Nor where
+    other processes run the program: each has its own trips, and all have to compile the same.
     """
 
     def multiplied(*operands: Array) -> Array:

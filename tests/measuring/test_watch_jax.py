@@ -311,10 +311,17 @@ class TestPrograms:
             compiled = jax.jit(lambda x, y: dispatch.matmul(x, y)).lower(a, b).compile()
             run(compiled, a, b)
             assert len(heard) == 1
-            with pytest.raises(Exception, match="pickle"):
+            with pytest.raises(Exception, match="emit_python_callback"):
                 serialize(compiled)
             with use_policy(guard={"traced": "off"}):
                 assert serialize(jax.jit(lambda x, y: dispatch.matmul(x, y)).lower(a, b).compile())
+
+    def test_processes_of_one_job_compile_one_program(self, serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What trips in one of them alone would let that one compile another, and the job hang in a collective."""
+        with serving(ROW):
+            dispatch.explain(*operands())
+            monkeypatch.setattr(jax, "process_count", lambda: 2)
+            assert "callback" not in jax.jit(lambda x, y: dispatch.matmul(x, y)).lower(*operands()).as_text()
 
     def test_a_donated_operand_is_told_of(self, serving: Any, heard: list[Any]) -> None:
         a, b = normal(0, M, K), normal(1, K, K)
@@ -331,6 +338,24 @@ class TestPrograms:
             weight = dispatch.prepare(b)
             run(jax.jit(lambda x: dispatch.matmul(x, weight)), a)
         assert heard == []
+
+    def test_without_a_cpu_device_nothing_is_told(
+        self, serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """JAX would fail as the program runs."""
+
+        def none(*, backend: str) -> Any:
+            raise RuntimeError(f"Unknown backend {backend}")
+
+        _jax_guard._reachable.cache_clear()
+        with serving(ROW), caplog.at_level(logging.WARNING, "dispatch"):
+            dispatch.explain(*operands())
+            with monkeypatch.context() as patched:
+                patched.setattr(jax, "local_devices", none)
+                assert not _jax_guard._reachable()
+            assert "callback" not in jax.jit(lambda x, y: dispatch.matmul(x, y)).lower(*operands()).as_text()
+        _jax_guard._reachable.cache_clear()
+        assert "callbacks need a CPU device" in caplog.text
 
     def test_an_error_of_the_guard_s_is_not_the_program_s(
         self, serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

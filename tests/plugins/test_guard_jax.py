@@ -77,8 +77,11 @@ class Told:
         assert len(heard) == 1
         runs = (16, 1) if turned and self.moves(name) else (1, 16)
         self.check(heard[0], (a, b), recipe, runs)
-        np.testing.assert_array_equal(np.asarray(out), np.asarray(jax.jit(silent)(a, b)))
+        self.same(out, jax.jit(silent)(a, b))
         assert len(heard) == 1
+
+    def same(self, found: Any, wanted: Any) -> None:
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
     def moves(self, name: str) -> bool:
         """Return whether a backend quantizes what a program transposes from where it lies."""
@@ -155,6 +158,11 @@ class TestOnAGpu(Told):
     def moves(self, name: str) -> bool:
         return True
 
+    def same(self, found: Any, wanted: Any) -> None:
+        """XLA may choose another algorithm in another program."""
+        x, y = (np.asarray(v, np.float64) for v in (found, wanted))
+        assert np.linalg.norm(x - y) < 0.01 * np.linalg.norm(y)
+
     def test_normal_data_pass_and_an_outlier_is_found(self, caplog: pytest.LogCaptureFixture) -> None:
         multiply = jax.jit(lambda x, y: dispatch.matmul(x, y, scope="guard of JAX on a GPU"))
         a, b = normal(0, 4096, 4096), normal(1, 4096, 4096)
@@ -169,5 +177,5 @@ class TestOnAGpu(Told):
                 multiply(normal(seed, 4096, 4096).at[0, 0].set(1e6), b)
             jax.effects_barrier()
             assert dispatch.stats()["guard"]["tripped"] == tripped + 1
-            np.testing.assert_array_equal(np.asarray(multiply(a, b)), np.asarray(jax.jit(jnp.matmul)(a, b)))
+            self.same(multiply(a, b), jax.jit(jnp.matmul)(a, b))
         assert f"do without {TENSOR}" in caplog.text

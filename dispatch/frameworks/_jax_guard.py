@@ -46,8 +46,8 @@ class Side(NamedTuple):
 def tell(sides: Sequence[Side | tuple[Any, ...]]) -> None:
     """Put into the program that is being traced what computes the ratios of `sides`, and the callback.
 
-    The sample is every 16th row (of columns runs of 16), from a row on that a hash of the operands' own bits says: each
-    row has one chance in 16 in a call on other data, and none or all of them on the same.
+    The sample is every 16th row (of columns runs of 16), from a row on that a hash of the operands' own bits says: on
+    other data each row has one chance in 16 to be in it; on the same data the sample is the same.
     """
     if not _reachable():
         return

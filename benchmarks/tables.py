@@ -288,6 +288,31 @@ def guard_trips() -> str:
     return "\n".join([*lines, "", *_machines(found)])
 
 
+def guard_cost_jax() -> str:
+    """Return the table of what callbacks cost in JAX programs where both operands are quantized."""
+    lines = [
+        "| m x n x k | program | off | callback | added | 95% interval | pairs | returns after |",
+        "|---" * 8 + "|",
+    ]
+    found = rows("guard_cost_jax")
+    for entry in found:
+        problem = entry["problem"]
+        for name, program in (("calls", "one product"), ("chain", "8 products")):
+            part = entry[name]
+            cells = [
+                f"{problem['m']} x {problem['n']} x {problem['k']}",
+                program,
+                _us(part["off_us"]),
+                _us(part["callback_us"]),
+                f"{part['added']:+.1%}",
+                f"{part['low']:+.1%} to {part['high']:+.1%}",
+                str(entry["pairs"]),
+                f"{_us(part['host_off_us'])}, {_us(part['host_callback_us'])}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
 KERNELS = ("dense", "mid", "decode", "block", "promoted", "sixteen_bit", "end_to_end")
 TABLES: dict[str, Callable[[], str]] = {
     "gpu": lambda: main_job(lambda entry: entry["problem"]["arch"].startswith("sm")),
@@ -308,6 +333,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "guard": guard,
     "guard_cost": guard_cost,
     "guard_trips": guard_trips,
+    "guard_cost_jax": guard_cost_jax,
 }
 
 

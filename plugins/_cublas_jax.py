@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from dispatch.plugins._fp8 import lying, quantizes_from_jax
+from dispatch.plugins._guard_jax import Ears, quantized_in_call
 
 from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScalingRecipe, framework, quantize
 
@@ -132,11 +133,12 @@ def plan(problem: Problem) -> Plan:
 
     multiply = mx_dot if problem.recipe.a.granularity == "1x32" else dot
 
-    plain = all(not (x.prepared or x.encoded or x.dtype in FP8_DTYPES) for x in (problem.a, problem.b))
+    plain, ears = all(map(quantized_in_call, (problem.a, problem.b))), Ears(problem)
     together = plain and problem.recipe.a.granularity != "1x32" and quantizes_from_jax(problem.arch)
 
     def product(a: Any, b: Any, bias: Array | None = None, *, lies: tuple[int, int]) -> Array:
         left, right = _encode_both(problem, (a, b), lies) if together else (encode_a(a), encode_b(b))
+        ears.tell(a=(a, lies[0], *left), b=(b, lies[1], *right))
         return room.epilogue(multiply(left, right), problem, bias)
 
     compiled: Plan = jax.jit(product, static_argnames="lies")

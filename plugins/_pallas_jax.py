@@ -14,8 +14,9 @@ from dispatch.kernels import pallas_blackwell_gemm, pallas_fp8_gemm
 from dispatch.kernels.pallas_common import padded, up
 from dispatch.plugins import _pallas_configs as names
 from dispatch.plugins._fp8 import lying, quantizes_from_jax
+from dispatch.plugins._guard_jax import Ears, quantized_in_call
 
-from dispatch import FP8_DTYPES, Operand, Plan, Problem, ScaledArray, ScalingRecipe, framework
+from dispatch import Plan, Problem, ScaledArray, ScalingRecipe, framework
 from dispatch import quantize as quantize_by_xla
 
 Array = Any
@@ -166,7 +167,7 @@ def _encoder(problem: Problem) -> Callable[[Any, Any, tuple[int, int]], Sequence
         return lambda a, b, lies: (Encoded(a, None), Encoded(b, None))
     arch = "cpu" if problem.device.startswith("cpu") else problem.arch
     recipes = problem.recipe.a, problem.recipe.b
-    own = [_plain(operand) for operand in (problem.a, problem.b)]
+    own = [quantized_in_call(operand) for operand in (problem.a, problem.b)]
 
     def encoder(a: Any, b: Any, lies: tuple[int, int]) -> Sequence[Encoded]:
         given = (a, recipes[0], -1, lies[0]), (b, recipes[1], -2, lies[1])
@@ -181,11 +182,6 @@ def _encoder(problem: Problem) -> Callable[[Any, Any, tuple[int, int]], Sequence
     return encoder
 
 
-def _plain(operand: Operand) -> bool:
-    """Return whether an operand is an array that a call quantizes."""
-    return not operand.prepared and operand.recipe is None and operand.dtype not in FP8_DTYPES
-
-
 def plan(problem: Problem, config: names.Config) -> Plan:
     """Return a jitted callable. A matrix that the program transposes is quantized from where it lies."""
     matrices = _matrices(problem, config)
@@ -193,7 +189,7 @@ def plan(problem: Problem, config: names.Config) -> Plan:
         batched: Plan = jax.jit(_batched(problem, partial(matrices, lies=AS_GIVEN)))
         return batched
     ways = {AS_GIVEN: jax.jit(_mapped(problem, matrices, AS_GIVEN))}
-    movable = [problem.recipe is not None and _plain(operand) for operand in (problem.a, problem.b)]
+    movable = [problem.recipe is not None and quantized_in_call(operand) for operand in (problem.a, problem.b)]
 
     def product(a: Any, b: Any, bias: Array | None = None) -> Array:
         left = lying(a, -1) if movable[0] else (a, -1)
@@ -242,10 +238,11 @@ def _matrices(problem: Problem, config: names.Config) -> Callable[..., Array]:
     lies: the contracted axes of the arrays that stand for them.
     """
     room, kernel, n = framework("jax"), _kernel(problem, config), problem.n
-    encoder = _encoder(problem)
+    encoder, ears = _encoder(problem), Ears(problem)
 
     def product(a: Any, b: Any, bias: Array | None = None, *, lies: tuple[int, int]) -> Array:
         left, right = encoder(a, b, lies)
+        ears.tell(a=(a, lies[0], *left), b=(b, lies[1], *right))
         m = problem.m if problem.a.prepared and problem.recipe is not None else a.shape[-3 - lies[0]]
         of_column = None if bias is None or math.prod(bias.shape[:-1]) != 1 else _of_column(bias, n)
         fused = bias is None or of_column is not None

@@ -18,10 +18,11 @@ from dispatch.plugins import _quantize_jax as quantizing
 from dispatch.plugins import _triton_configs as names
 from dispatch.plugins import _triton_launches as launches
 from dispatch.plugins._fp8 import lying
+from dispatch.plugins._guard_jax import Ears, quantized_in_call
 from dispatch.plugins._quantize_jax import Encoded, Quantizer, bind
 from dispatch.plugins._triton_launches import OF_A, OF_B, Source
 
-from dispatch import FP8_DTYPES, Operand, Plan, Problem, framework
+from dispatch import Operand, Plan, Problem, framework
 
 Array = Any
 AS_GIVEN = (-1, -2)
@@ -41,7 +42,7 @@ class _Side:
         self.lies = lies
         self.recipe = problem.recipe.a if axis == -1 else problem.recipe.b
         self.slots = OF_A if axis == -1 else OF_B
-        self.quantizes = not operand.prepared and operand.recipe is None and operand.dtype not in FP8_DTYPES
+        self.quantizes = quantized_in_call(operand)
         self.count = launches.entries(problem, operand)
         self.form = launches.form_of(self.recipe, self.count * outer, problem.k)
         self.transposed = lies == -2 and self.count == 1
@@ -56,6 +57,11 @@ class _Side:
             x = jnp.broadcast_to(x, (*self.batch, *x.shape[-2:]))
         return quantizing.lying(x, self.lies)[0]
 
+    def told(self, x: Array, made: Encoded) -> tuple[Array, int, Array, Array]:
+        """Return what the guard is told: the array as its quantizer read it, its contracted axis, codes and scales."""
+        scale = made.scale.T if self.form.along_rows else made.scale
+        return x, -2 if self.transposed else -1, made.matrix, scale
+
     def encoded(self, x: Any) -> Encoded:
         """Return what `prepare` made, or make it of raw FP8 or a ScaledArray."""
         made: Encoded = x if self.operand.prepared else quantizing.encode(x, self.recipe, self.axis, self.arch)
@@ -68,8 +74,10 @@ class ScaledProduct:
     lies: the contracted axes of the arrays that are given.
     """
 
-    def __init__(self, problem: Problem, config: names.Config, lies: tuple[int, int] = AS_GIVEN) -> None:
-        self.problem, self.config = problem, config
+    def __init__(
+        self, problem: Problem, config: names.Config, lies: tuple[int, int] = AS_GIVEN, ears: Ears | None = None
+    ) -> None:
+        self.problem, self.config, self.ears = problem, config, ears
         self.room = framework("jax")
         self.left, self.right = _Side(problem, -1, lies[0]), _Side(problem, -2, lies[1])
         self.fuses = launches.fuses(problem)
@@ -109,7 +117,11 @@ class ScaledProduct:
     def _operands(self, a: Any, b: Any) -> dict[int, Any]:
         """Return both operands, quantized, by slot."""
         given = {self.left: a, self.right: b}
-        made = dict(zip(self._quantized, self._quantizer(*(x.source(given[x]) for x in self._quantized)), strict=True))
+        sources = [side.source(given[side]) for side in self._quantized]
+        made = dict(zip(self._quantized, self._quantizer(*sources), strict=True))
+        if self.ears is not None:
+            read = zip(made.items(), sources, strict=True)
+            self.ears.tell(**{"a" if side is self.left else "b": side.told(x, own) for (side, own), x in read})
         arrays: dict[int, Any] = {}
         for side, x in given.items():
             encoded = made[side] if side.quantizes else side.encoded(x)
@@ -130,14 +142,15 @@ def plan(problem: Problem, config: names.Config) -> Plan:
 
     An operand that the program transposes is quantized from where it lies; for that a further product is made.
     """
-    ways = {AS_GIVEN: _product(problem, config, AS_GIVEN)}
+    ears = Ears(problem)
+    ways = {AS_GIVEN: _product(problem, config, AS_GIVEN, ears)}
 
     def product(a: Any, b: Any, bias: Array | None = None) -> Array:
         left = lying(a, -1) if _movable(problem.a) else (a, -1)
         right = lying(b, -2) if _movable(problem.b) else (b, -2)
         lies = left[1], right[1]
         if lies not in ways:
-            ways[lies] = _product(problem, config, lies)
+            ways[lies] = _product(problem, config, lies, ears)
         out: Array = ways[lies](left[0], right[0], bias)
         return out
 
@@ -149,8 +162,8 @@ def _movable(operand: Operand) -> bool:
     return not (operand.prepared or operand.encoded or operand.batch)
 
 
-def _product(problem: Problem, config: names.Config, lies: tuple[int, int]) -> Any:
-    product = jax.custom_batching.custom_vmap(ScaledProduct(problem, config, lies).__call__)
+def _product(problem: Problem, config: names.Config, lies: tuple[int, int], ears: Ears) -> Any:
+    product = jax.custom_batching.custom_vmap(ScaledProduct(problem, config, lies, ears).__call__)
 
     @product.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, in_batched: list[Any], *operands: Any) -> Any:

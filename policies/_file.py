@@ -109,7 +109,12 @@ KEYS: Final[dict[str, dict[str, Check]]] = {
         "compile_ms": _number,
         "memory_mb": _whole(1),
     },
-    "guard": {"mode": _one_of("off", "async", "strict"), "probe_every": _whole(0), "cool_down_s": _number},
+    "guard": {
+        "mode": _one_of("off", "async", "strict"),
+        "probe_every": _whole(0),
+        "cool_down_s": _number,
+        "traced": _one_of("off", "callback"),
+    },
     "fallback": {"too_slow": _list(_name), "too_wrong": _list(_name)},
     "backends": {"allow": _list(_name), "deny": _list(_name)},
 }

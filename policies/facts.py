@@ -54,11 +54,13 @@ class Guard:
     mode: `off`; `async`: quantizers sum the rounding errors of a sample of rows, and nothing waits for that; `strict`:
     each is probed before it is returned. probe_every: with the other two, only every so many of a known call's; 0 for
     none. cool_down_s: how long the framework's own product serves after a trip, before the problem is measured again.
+    traced: `callback`: JAX programs sum the rounding errors too, and tell them to the host as they run; `off`: not.
     """
 
     mode: str
     probe_every: int
     cool_down_s: float
+    traced: str
 
 
 @dataclass(frozen=True, slots=True)

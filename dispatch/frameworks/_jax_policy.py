@@ -1,13 +1,15 @@
-"""The policy in JAX's trace context: a function compiled under one policy is traced again under another."""
+"""What else decides in JAX's trace context: a function is traced again under another policy, and after a trip."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
+from dispatch.measuring import guard
 from dispatch.policies import policy as policies
 
 
@@ -16,6 +18,18 @@ def join() -> None:
     make = getattr(jax, "make_user_context", None)
     if make is not None:
         policies._policy_contexts.append(_context(make(default_value=None)))
+    guard.retracing.append(_epochs(make))
+
+
+def _epochs(make: Callable[..., Any] | None) -> Callable[[], None]:
+    """Return what moves the guard's epoch, in every thread; before JAX 0.10 it drops what is compiled instead."""
+    epoch = None if make is None else make(default_value=None)
+    move: Callable[[int], None] | None = getattr(epoch, "set_global", None)
+    if move is None:
+        clear: Callable[[], None] = jax.clear_caches
+        return clear
+    numbers = itertools.count(1)
+    return lambda: move(next(numbers))
 
 
 def _context(enter: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any], AbstractContextManager[Any]]:

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from dispatch.frameworks import _jax_sharding as spread
 from dispatch.frameworks.request import request
+from dispatch.measuring.watch import telling
 from dispatch.policies.policy import Policy
 
 Array = Any
@@ -333,29 +334,35 @@ batching.primitive_batchers[fused] = _fused_batched
 
 
 @contextmanager
-def _deciding() -> Iterator[None]:
+def _deciding(tells: bool) -> Iterator[None]:
     """Let dispatched products be multiplied at once, instead of standing in the trace once more."""
-    token = lowering.set(True)
+    tokens = lowering.set(True), telling.set(tells and jax.process_count() == 1)
     try:
         yield
     finally:
-        lowering.reset(token)
+        lowering.reset(tokens[0])
+        telling.reset(tokens[1])
 
 
-def here(multiply: Callable[..., Array]) -> Callable[..., Array]:
-    """Return `multiply`, whose dispatched products are decided and multiplied at once."""
+def here(multiply: Callable[..., Array], *, tells: bool = False) -> Callable[..., Array]:
+    """Return `multiply`, whose dispatched products are decided and multiplied at once.
+
+    tells: a callback may stand in what it traces. Not in what XLA's partitioner asks for: JAX would lose it. Nor where
+    other processes run the program: each has its own trips, and all have to compile the same.
+    """
 
     def multiplied(*operands: Array) -> Array:
-        with _deciding():
+        with _deciding(tells):
             return multiply(*operands)
 
     return multiplied
 
 
 def _lower_product(ctx: Any, *values: Any, choice: Choice, **params: Any) -> Any:
-    own, multiply = _own(params), here(partial(_multiply, choice=choice, **params))
-    place = spread.place(ctx)
-    if place == spread.SEVERAL and spread.explicit((*ctx.avals_in, *ctx.avals_out)):
+    place, own = spread.place(ctx), _own(params)
+    explicit = place == spread.SEVERAL and spread.explicit((*ctx.avals_in, *ctx.avals_out))
+    multiply = here(partial(_multiply, choice=choice, **params), tells=place == spread.HERE or explicit)
+    if explicit:
         multiply = spread.mapped(multiply, params["dimension_numbers"], ctx.avals_in, ctx.avals_out[0])
     elif place == spread.SEVERAL:
         multiply = spread.partitioned(own, multiply, params["dimension_numbers"], [x.ndim for x in ctx.avals_in])
@@ -364,7 +371,7 @@ def _lower_product(ctx: Any, *values: Any, choice: Choice, **params: Any) -> Any
 
 def _lower_fused(ctx: Any, *values: Any, choice: Choice, epilogue: Epilogue) -> Any:
     place = spread.place(ctx)
-    multiply = here(partial(_multiply_fused, choice=choice, epilogue=epilogue))
+    multiply = here(partial(_multiply_fused, choice=choice, epilogue=epilogue), tells=True)
     if place != spread.HERE:
         multiply = partial(_unfused, choice=choice, epilogue=epilogue)  # products of it are lowered in their turn
     return mlir.lower_fun(multiply, multiple_results=False)(ctx, *values)

@@ -168,7 +168,7 @@ batching.primitive_batchers[scaled] = _batched
 def _lower(ctx: Any, *values: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Any:
     place = spread.place(ctx)
     if place == spread.HERE:
-        whole = here(partial(_serve, choice=choice, epilogue=epilogue, kinds=kinds))
+        whole = here(partial(_serve, choice=choice, epilogue=epilogue, kinds=kinds), tells=True)
     elif place == spread.SEVERAL:
         whole = _followed(_spread(ctx, choice, epilogue, kinds), epilogue, kinds)
     else:
@@ -189,14 +189,15 @@ def _spread(ctx: Any, choice: Choice, epilogue: Epilogue, kinds: Kinds) -> Any:
     """Return the product over a mesh, without bias and activation: those follow the sum of the parts."""
     out_dtype = epilogue.preferred or kinds.out_dtype
     plain = Epilogue(None, out_dtype, epilogue.preferred, lambda product, bias: product)
-    part = here(partial(_serve, choice=choice, epilogue=plain, kinds=kinds))
+    explicit = spread.explicit((*ctx.avals_in, *ctx.avals_out))
+    part = here(partial(_serve, choice=choice, epilogue=plain, kinds=kinds), tells=explicit)
 
     def own(*arrays: Array) -> Array:
         return _own(*arrays, epilogue=plain, kinds=kinds)
 
     a, b = ctx.avals_in[:2]
     numbers, scales = (((a.ndim - 1,), (0,)), ((), ())), kinds.scales()
-    if spread.explicit((*ctx.avals_in, *ctx.avals_out)):
+    if explicit:
         result = jax.make_jaxpr(own)(*ctx.avals_in[: kinds.plain]).out_avals[0]
         return spread.mapped(part, numbers, (a, b), result, scales)
     return spread.partitioned(own, part, numbers, (a.ndim, b.ndim), scales)

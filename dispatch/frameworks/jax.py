@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
-from dispatch.frameworks import _jax_policy
+from dispatch.frameworks import _jax_guard, _jax_policy
 from dispatch.frameworks import _jax_product as standing
 from dispatch.frameworks import _jax_scaled as by_scaled
 from dispatch.frameworks import _jax_sharding as spread
@@ -27,6 +27,7 @@ from dispatch.frameworks._layout import WIDEST
 from dispatch.frameworks._thread import in_a_thread
 from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.request import Request
+from dispatch.measuring.watch import telling
 from dispatch.policies.policy import Policy, current_policy, load_policy
 from dispatch.quantization import ScaledArray
 
@@ -189,6 +190,10 @@ class JaxRoom:
         """Return a matrix as it lies in memory, and which of its axes is contracted there."""
         return standing.lying(x, axis)
 
+    def tell(self, sides: Sequence[Any]) -> None:
+        """Let a program tell the guard of rows that it quantizes; sides: `_jax_guard.Side` each."""
+        _jax_guard.tell(sides)
+
     def choice(self, policy: Any, backend: str | None, scope: str | None) -> standing.Choice:
         """Return what a dot_general depends on beside its operands; policy: a Policy, name or path, None: in force."""
         given = current_policy() if policy is None else policy
@@ -321,7 +326,7 @@ def _preferred(room: JaxRoom, own: str | None, out_dtype: str) -> str | None:
 
 def _stage() -> str:
     """Return what a tracer has in the place of a device: what is decided at lowering is not for other traces."""
-    return "lowering" if standing.lowering.get() else "traced"
+    return ("telling" if telling.get() else "lowering") if standing.lowering.get() else "traced"
 
 
 @contextmanager

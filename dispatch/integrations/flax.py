@@ -1,6 +1,7 @@
 """Flax: a dot_general to inject into its layers, linen's and nnx's, with the module's path as the product's scope.
 
     nn.Dense(1024, dot_general_cls=dispatch.integrations.flax.LinenDotGeneral)        # linen
+    dispatch.integrations.flax.Einsum((64, 8, 32), "bsd,dhk->bshk")                    # in place of linen's
     dispatch.integrations.flax.convert(model, scope="encoder")                         # nnx: every layer in it
 
 Parameters stay where they were, under the names they had: optimizers and checkpoints see no difference.
@@ -68,6 +69,36 @@ class LinenDotGeneral(linen.Module):  # type: ignore[misc]
         """Return the product as jax.lax.dot_general does."""
         scope = ".".join(self.path[:-1]) or None
         return DotGeneral(scope, self.policy, self.backend)(*operands, **options)
+
+
+class Einsum(linen.Einsum):  # type: ignore[misc]
+    """linen's Einsum, which takes no dot_general, with a dispatched product; its scope is the layer's path.
+
+    Of the same name, so that layers that are not named, and their parameters, are called the same. policy, backend: as
+    in DotGeneral.
+    """
+
+    policy: dispatch.Policy | str | None = None
+    backend: str | None = None
+
+    @linen.compact  # type: ignore[untyped-decorator]
+    def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
+        """Return the product of the inputs and the kernel by the equation, and the bias added, as linen's Einsum does.
+
+        Raises ValueError for an equation without `->` or of other than two operands.
+        """
+        equation = linen.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
+        if "->" not in equation or equation.count(",") != 1:
+            raise ValueError(f"einsum_str = {equation!r}: allowed: two operands, and what comes of them after '->'")
+        kernel, bias, shape = self.param("kernel", self.kernel_init, self.shape, self.param_dtype), None, ()
+        if self.use_bias:
+            own, shape = self._get_bias_shape(equation, inputs, kernel)
+            bias = self.param("bias", self.bias_init, own, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        product = DotGeneral(".".join(self.path) or None, self.policy, self.backend)
+        options = {"precision": self.precision, "preferred_element_type": self.preferred_element_type}
+        out = product.einsum(equation, inputs, kernel, **options)
+        return out if bias is None else out + jnp.reshape(bias, shape)
 
 
 class LinenDelayedDotGeneral(linen.Module):  # type: ignore[misc]

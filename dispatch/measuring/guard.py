@@ -1,6 +1,7 @@
 """The guard: products watched after tuning, refused where they are beyond the tolerance, and measured again.
 
 strict and probe_every look at results, by probes; async at the rounding errors of the operands, as plans tell them.
+`[guard] traced` is for JAX programs, which tell them as they run: after a trip they are traced anew.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dispatch._backend import Plan, Rejection
-from dispatch._decision import Decision
-from dispatch._measurement import FRAMEWORKS_OWN
+from dispatch._decision import Decision, decide
+from dispatch._measurement import BASELINE, FRAMEWORKS_OWN, Candidate
 from dispatch._problem import Problem
+from dispatch.measuring.calibration import in_force
 from dispatch.measuring.probe import ESTIMATED, beyond
-from dispatch.measuring.watch import Watch, watch_of, watching
+from dispatch.measuring.watch import Watch, telling, watch_of, watching
 
 if TYPE_CHECKING:
     from dispatch.frameworks import Framework
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dispatch")
 
+retracing: list[Callable[[], None]] = []
+"""What lets every program be traced anew: a framework that traces registers it here."""
 ASYNC_PROBE_EVERY = 128
 """Under async, calls from one probe to the next of a plan that quantizes and says nothing of its operands."""
 
@@ -44,6 +48,7 @@ class Guard:
         self._trips: dict[Hashable, tuple[float, str]] = {}
         self._before: Counter[Hashable] = Counter()
         self._again: set[Hashable] = set()
+        self._out: dict[Hashable, dict[Any, str]] = {}
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._seeds = itertools.count(1)
@@ -63,13 +68,17 @@ class Guard:
     def planned(
         self, make: Callable[[], tuple[Plan, Any]], decision: Decision, policy: Policy, scope: str | None
     ) -> tuple[Plan, Any, Watch | None]:
-        """Return what `make` does, and the watch that the plan was offered under `mode = "async"`, else None."""
-        wanted = policy.guard.mode == "async" and decision.backend not in FRAMEWORKS_OWN
-        wanted = wanted and decision.candidate.recipe is not None and "traced" not in decision.problem.modes
+        """Return what `make` does, and a watch for the plan, or None where the policy wants none.
+
+        That is under `mode = "async"`, and in JAX programs under `traced = "callback"`. JAX compiles eager plans too:
+        without callbacks they cannot tell anything, and are not offered the watch.
+        """
+        calling = policy.guard.traced == "callback"
+        wanted = calling and telling.get() if "traced" in decision.problem.modes else policy.guard.mode == "async"
         watch = None
-        if wanted:
+        if wanted and decision.backend not in FRAMEWORKS_OWN and decision.candidate.recipe is not None:
             watch = watch_of(decision, policy, self._before[_key(decision.problem, scope, policy)])
-        with watching(watch):
+        with watching(watch if calling or decision.problem.framework != "jax" else None):
             return *make(), watch
 
     def watching(
@@ -86,8 +95,12 @@ class Guard:
 
         plan, own: the chosen and the framework's own product, for operands in canonical shapes. What a probe finds
         beyond the tolerance is not returned but multiplied again by `own`, which then serves for the policy's
-        cool-down; as it does from the first call after `watch` has heard of a trip.
+        cool-down; as it does from the first call after `watch` has heard of a trip. A program is not changed: it is
+        traced anew.
         """
+        if watch is not None and "traced" in decision.problem.modes:
+            key = _key(decision.problem, scope, policy)
+            watch.report = lambda said, watch=watch: self._left_out(key, decision, said, alone=watch.finite)
         if (
             decision.backend in FRAMEWORKS_OWN
             or "traced" in decision.problem.modes
@@ -145,6 +158,36 @@ class Guard:
             said, decision.candidate, decision.problem, cool_down_s,
         )  # fmt: skip
 
+    def _left_out(self, key: Hashable, decision: Decision, figures: str, *, alone: bool) -> None:
+        """Leave a recipe out of the problem's programs from now on, or each that quantizes; let them be traced anew.
+
+        There is no cool-down: a compiled program asks nobody, and to trace it again and again would cost more.
+        """
+        recipe = decision.candidate.recipe if alone else None
+        with self._lock:
+            out = self._out.setdefault(key, {})
+            if recipe in out or None in out:  # a program of before, or another device
+                return
+            self._counts["tripped"] += 1
+            out[recipe] = f"saw other data ({figures})"
+        logger.warning(
+            "dispatch: the guard saw other data (%s) of %s for %s: programs that JAX traces from now on do without %s",
+            figures, decision.candidate, decision.problem, recipe or "quantizing it",
+        )  # fmt: skip
+        self._retrace()
+
+    def _readmit(self, key: Hashable) -> None:
+        """Let every recipe serve a problem's programs again: calibration has decided by real data."""
+        with self._lock:
+            out = self._out.pop(key, None)
+        if out is not None:
+            self._retrace()
+
+    def _retrace(self) -> None:
+        self._forget()
+        for retrace in retracing:
+            retrace()
+
     def _cooled(self, key: Hashable) -> None:
         with self._lock:
             if self._trips.pop(key, None) is not None:
@@ -163,9 +206,14 @@ class Guard:
             self._again.discard(_key(problem, scope, policy))
 
     def noted(self, decision: Decision, scope: str | None, policy: Policy) -> Decision:
-        """Return a decision, with what the guard knows of it in its reason."""
+        """Return a decision, with what the guard knows of it in its reason, and without what it leaves out."""
         self._look()
-        trip = self._trips.get(_key(decision.problem, scope, policy))
+        key = _key(decision.problem, scope, policy)
+        if key in self._out and in_force() is not None and "traced" not in decision.problem.modes:
+            self._readmit(key)
+        if policy.guard.traced == "callback" and (out := self._out.get(key)):
+            decision = _without(decision, dict(out), policy)
+        trip = self._trips.get(key)
         if trip is None or (policy.guard.mode == "off" and not policy.guard.probe_every):
             return decision
         left = max(0.0, trip[0] - self._clock())
@@ -184,6 +232,29 @@ def unguardable(problem: Problem, policy: Policy) -> list[Rejection]:
     if policy.error.metric not in ESTIMATED:
         found.append(Rejection("metric", policy.error.metric, f"one that probes estimate: {', '.join(ESTIMATED)}"))
     return found
+
+
+def _without(decision: Decision, out: dict[Any, str], policy: Policy) -> Decision:
+    """Return the choice among what is left in a program, by the figures there are; else the decision, saying so.
+
+    out: what the guard said, for each recipe that is left out; for None of every one.
+    """
+    if "traced" not in decision.problem.modes:
+        notes = (f"the guard {said}: JAX programs do without {recipe or 'quantizing'}" for recipe, said in out.items())
+        return replace(decision, reason="; ".join((decision.reason, *notes)))
+    if not decision.candidate.scaled or out.keys().isdisjoint((None, decision.candidate.recipe)):
+        return decision
+    able = {v.candidate: v.measurement for v in decision.candidates if not v.rejections}
+    rejections: dict[Candidate, Sequence[Rejection]] = {
+        v.candidate: v.rejections for v in decision.candidates if v.rejections
+    }
+    for candidate in list(able):
+        said = None if candidate.recipe is None else out.get(candidate.recipe, out.get(None))
+        if said is not None:
+            del able[candidate]
+            rejections[candidate] = [Rejection("data", f"such that the guard {said}", "dispatch.calibrate on it")]
+    made = decide(decision.problem, {BASELINE: decision.baseline, **able}, rejections, policy)
+    return replace(made, source=decision.source, settled=decision.settled)
 
 
 def _key(problem: Problem, scope: str | None, policy: Policy) -> Hashable:

@@ -32,6 +32,7 @@ BANDED = 64
 NEVER = 1e30
 """A limit that no finite ratio reaches."""
 
+Hear = Callable[[float, float], None]
 Trip = Sequence[float]
 """(0, 0) until a ratio leaves its band: then (1, ratio) above it, (-1, ratio) below. Reading it waits for nothing."""
 
@@ -39,7 +40,7 @@ Trip = Sequence[float]
 class Watch:
     """The guard's ear in one plan: what each operand may be off by, and where to say that it is.
 
-    limit: of a row's ratio in a. band: the factor around what is usual.
+    limit: of a row's ratio in a. band: the factor around what is usual. report: told once what has tripped.
     """
 
     def __init__(self, limit: float, band: float = BAND) -> None:
@@ -63,11 +64,36 @@ class Watch:
         """Return look(x, decoded), which does by the framework's own operations what a quantizing kernel would.
 
         x: the operand, (..., m, k) or (..., k, n); decoded: what it decodes to after quantizing, of the same shape. The
-        sampled rows go to the host: on a GPU that waits for it.
+        sampled rows go to the host: on a GPU that waits for it. In a JAX program two numbers go there as it runs.
         """
         rows = _Rows(self.bounds(side, recipe, k))
         self.listen(side, rows.trip)
-        return lambda x, decoded: rows.look(*(y if side == "a" else y.swapaxes(-1, -2) for y in (x, decoded)))
+
+        def look(x: Any, decoded: Any) -> None:
+            room: Any = framework_of(x)
+            if "traced" in room.modes(x, decoded):
+                room.tell([(self._hearing(rows), x, decoded, -1 if side == "a" else -2)])
+            else:
+                rows.look(*(y if side == "a" else y.swapaxes(-1, -2) for y in (x, decoded)))
+
+        return look
+
+    def by_ratios(self, side: str, recipe: ScalingRecipe, k: int) -> Hear:
+        """Return hear(most, least), to be called with the ratios of a call's sampled rows: their largest and least.
+
+        A row with what is not finite has Inf. Exact rows, and those of zeros, are none of the least: 0 and Inf where
+        all are such.
+        """
+        rows = _Rows(self.bounds(side, recipe, k))
+        self.listen(side, rows.trip)
+        return self._hearing(rows)
+
+    def _hearing(self, rows: _Rows) -> Hear:
+        def hear(most: float, least: float) -> None:
+            rows.hear(most, least)
+            self.tripped()  # a program that runs by itself asks for nothing
+
+        return hear
 
     def tripped(self) -> bool:
         """Return whether something has left its band, and report it the first time.
@@ -82,6 +108,11 @@ class Watch:
                     report(f"a row of {side} is off by {trip[1] ** 0.5:.2g} of itself, {than}")
                 return True
         return False
+
+    @property
+    def finite(self) -> bool:
+        """Whether what has tripped, if anything has, was a finite ratio."""
+        return all(np.isfinite(trip[1]) for _, trip in self.trips)
 
 
 class _Rows:
@@ -105,7 +136,10 @@ class _Rows:
         wild = ~(np.isfinite(squares) & np.isfinite(errors))
         known = ratios[~wild & ~np.isnan(ratios)]
         most = np.inf if wild.any() else known.max(initial=0.0)
-        self._judge(call, float(most), float(known.min(initial=np.inf)))
+        self._judge(call, float(most), float(known[known > 0.0].min(initial=np.inf)))
+
+    def hear(self, most: float, least: float) -> None:
+        self._judge(next(self._calls), most, least)
 
     def _judge(self, call: int, most: float, least: float) -> None:
         limit, floor = self.limit, 0.0
@@ -140,6 +174,8 @@ def watch_of(decision: Decision, policy: Policy, trips: int) -> Watch:
     return Watch(allowed - seen / 2, BAND ** (1 + min(trips, 8)))
 
 
+telling: ContextVar[bool] = ContextVar("dispatch_telling", default=False)
+"""Whether a JAX program is being lowered that can call the host as it runs."""
 _watch: ContextVar[Watch | None] = ContextVar("dispatch_watch", default=None)
 
 

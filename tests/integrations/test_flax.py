@@ -20,7 +20,7 @@ optax = pytest.importorskip("optax")
 import orbax.checkpoint as ocp  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 
-from dispatch.integrations.flax import DotGeneral, LinenDotGeneral, convert  # noqa: E402
+from dispatch.integrations.flax import DotGeneral, Einsum, LinenDotGeneral, convert  # noqa: E402
 from dispatch.integrations.jax import DelayedScaling  # noqa: E402
 
 jnp = jax.numpy
@@ -266,3 +266,56 @@ def test_a_checkpoint_keeps_quantized_and_prepared_parameters(tmp_path: Path) ->
     np.testing.assert_array_equal(restored["down"].dequantize(), params["down"].dequantize())
     x = jnp.ones((4, 32))
     np.testing.assert_array_equal(dispatch.matmul(x, restored["down"]), dispatch.matmul(x, params["down"]))
+
+
+class Mixed(linen.Module):
+    """Two einsum layers, of linen's own class or ours."""
+
+    layer: Any = linen.Einsum
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        """Return what both make of x (2, 4, 8)."""
+        x = self.layer((8, 3, 5), "abc,cde->abde")(x)
+        return self.layer((3, 5, 6), use_bias=False, name="out")(x, "...de, def -> ...f")
+
+
+class TestLinenEinsum:
+    """linen's Einsum calls jnp.einsum and takes no dot_general: a class of its own stands for it."""
+
+    def test_it_is_linen_s_with_the_same_parameters(self) -> None:
+        own, ours = Mixed(), Mixed(Einsum)
+        parameters = own.init(jax.random.key(0), batch())
+        found = ours.init(jax.random.key(0), batch())
+        assert jax.tree.structure(found) == jax.tree.structure(parameters)
+        jax.tree.map(np.testing.assert_array_equal, found, parameters)
+        with dispatch.use_policy(tuning={"mode": "off"}):
+            close(ours.apply(parameters, batch()), own.apply(parameters, batch()))
+            close(trained(ours, parameters), trained(own, parameters))
+
+    def test_its_products_are_dispatched_by_path(self, rough: Rough) -> None:
+        own, ours = Mixed(), Mixed(Einsum)
+        parameters = own.init(jax.random.key(0), batch())
+        rule = {"match": {"scope": "out"}, "recipes": {"allow": []}}
+        with dispatch.use_policy(rules=[rule]):
+            found = jax.jit(ours.apply)(parameters, batch())
+        assert {(x.m, x.n, x.k) for x in rough.problems if "traced" in x.modes} == {(8, 15, 8)}
+        first = linen.Einsum((8, 3, 5), "abc,cde->abde")
+        middle = first.apply({"params": parameters["params"]["Einsum_0"]}, batch())
+        bias = parameters["params"]["Einsum_0"]["bias"]
+        wanted = jnp.einsum("abde,def->abf", (middle - bias) * FACTOR + bias, parameters["params"]["out"]["kernel"])
+        close(found, wanted)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_dtypes(self, dtype: str) -> None:
+        layers = [kind((8, 6), "abc,cd->abd", dtype=dtype) for kind in (linen.Einsum, Einsum)]
+        parameters = layers[0].init(jax.random.key(0), batch())
+        with dispatch.use_policy(tuning={"mode": "off"}):
+            own, found = (layer.apply(parameters, batch()) for layer in layers)
+        assert found.dtype == own.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float64), np.asarray(own, np.float64))
+
+    @pytest.mark.parametrize("equation", ["abc,cd", "abc->abc", "abc,cd,de->abe"])
+    def test_what_linen_refuses_is_refused(self, equation: str) -> None:
+        with pytest.raises(ValueError, match=r"->|two operands"):
+            Einsum((8, 6), equation).init(jax.random.key(0), batch())

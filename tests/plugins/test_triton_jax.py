@@ -12,7 +12,8 @@ import pytest
 from dispatch.plugins import triton_tma_fp8
 
 import dispatch
-from dispatch import Operand, Problem, RecipePair
+from dispatch import Operand, Problem, RecipePair, Watch
+from dispatch.measuring.watch import watching
 
 jax = pytest.importorskip("jax")
 if not getattr(pytest.importorskip("triton"), "__version__", "").startswith("3.6."):
@@ -22,6 +23,8 @@ from dispatch.plugins import _quantize_jax as quantizing  # noqa: E402
 from dispatch.plugins import _triton_jax as module  # noqa: E402
 from dispatch.plugins import _triton_launches as launches  # noqa: E402
 from dispatch.plugins._triton_launches import OF_A, OF_B  # noqa: E402
+
+from dispatch.frameworks import _jax_guard  # noqa: E402
 
 jnp = jax.numpy
 
@@ -195,6 +198,30 @@ class TestEmulated:
         emulated.clear()
         assert error(jax.jit(plan)(a, made), wanted) < 6e-3
         assert emulated == [], "what a plan launches is compiled when it is made"
+
+    @pytest.mark.parametrize("recipe", [ROW, TENSOR, BLOCKS, "e4m3:64x64"])
+    @pytest.mark.parametrize("turned", [False, True])
+    @pytest.mark.parametrize("batch", [(), (3,)])
+    def test_the_guard_is_told_what_float64_says(
+        self, batch: tuple[int, ...], turned: bool, recipe: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[Any] = []
+        monkeypatch.setattr(_jax_guard, "_heard", lambda hears, ratios: told.append(np.asarray(ratios)))
+        monkeypatch.setattr(_jax_guard, "_sample", lambda rows, run, start: jnp.arange(rows))
+        a, b = normal(0, *batch, 30, 200), normal(1, 200, 33)
+        with watching(Watch(1.0)):
+            plan = self.plan(recipe, a, b)
+        swap = (lambda x: x.swapaxes(-1, -2)) if turned else (lambda x: x)
+        out = jax.block_until_ready(jax.jit(lambda x, y: plan(swap(x), swap(y)))(swap(a), swap(b)))
+        jax.effects_barrier()
+        rows = a.reshape(-1, 200)
+        assert error(out.reshape(-1, 33), exact(recipe, rows, b)) < 6e-3
+        pair, found = RecipePair.parse(recipe), []
+        for x, own, axis in ((rows, pair.a, -1), (b, pair.b, -2)):
+            ratios = np.square(wide(x) - decoded(x, own, axis)).sum(axis) / np.square(wide(x)).sum(axis)
+            found.append((ratios.max(), ratios.min()))
+        assert len(told) == 1
+        np.testing.assert_allclose(told[0], found, rtol=0.02)
 
     def test_raw_fp8_has_scales_of_one(self) -> None:
         a, b = normal(0, 30, 40, dtype="float8_e4m3fn"), normal(1, 40, 33, dtype="float8_e4m3fn")

@@ -236,7 +236,7 @@ def sums_head(limit: float, band: float, rounding: float) -> list[float]:
 
 def samplers(out_rows: int, tile_rows: int, parts: int, *, guarded: bool) -> int:
     """Return how many programs of a launch sample; see `samplers_of`."""
-    return triton.cdiv(triton.cdiv(out_rows, tile_rows), SAMPLE.value) * parts if guarded else 0
+    return int(triton.cdiv(triton.cdiv(out_rows, tile_rows), SAMPLE.value)) * parts if guarded else 0
 
 
 @triton.jit

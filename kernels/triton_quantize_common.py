@@ -226,7 +226,7 @@ def store_four(out, word, row, quad, out_rows, out_cols, whole: tl.constexpr):
 def sums_size(rows: int, cols: int) -> int:
     """Return how many float32 values the guard's sums of an operand take; rows, cols: of the quantizer's output."""
     capacity = rows // int(SAMPLE.value) + int(SPARE.value)
-    return int(SUMS_HEAD.value) + 2 * capacity * (1 + triton.cdiv(cols, 128))
+    return int(SUMS_HEAD.value) + 2 * capacity * (1 + int(triton.cdiv(cols, 128)))
 
 
 def sums_head(limit: float, band: float, rounding: float) -> list[float]:

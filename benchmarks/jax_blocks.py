@@ -1,6 +1,7 @@
 """A transformer block trained with dispatched and with plain products, in Flax (linen, nnx) and Equinox.
 
     python benchmarks/jax_blocks.py [--record NAME] [--libraries linen nnx equinox] [--batch 32] [--sequence 512]
+        [--deny cublas]
 
 For each library, from the same data: `--steps` steps of Adam with dispatch, with the own products, and with the own
 ones from another seed. Printed: the three losses on data that was not trained on, whether dispatch's is no further from
@@ -26,6 +27,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from _jax_programs import in_turns, line, watching
+
+import dispatch
 
 Array = Any
 OWN, OURS, OTHER = "own", "dispatch", "own, another seed"
@@ -84,7 +87,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--deny", nargs="*", default=["cublas"], help="backends left out; XLA tunes an FP8 dot for long"
+    )
     given = parser.parse_args()
+    with dispatch.use_policy(backends={"deny": given.deny}):
+        measure(given)
+
+
+def measure(given: Any) -> None:
+    """Run and print everything; record the rows."""
     task, decided = Task(given.batch, given.sequence, given.width), {}
     for library in given.libraries:
         start = time.perf_counter()

@@ -1,6 +1,7 @@
 """FP8 products in JAX beside XLA's own, on the same data, interleaved, all inside jitted programs. Needs an NVIDIA GPU.
 
     python benchmarks/jax_gemm.py [--record NAME] [--tables dense end_to_end decode mid block quantize chosen]
+        [--sizes 8192x28672x8192]
 
 dense: kernels of pallas_fp8 and of triton_tma_fp8, e4m3 with row scales, quantized beforehand, against XLA's FP8 dot
 with the same scales, and torch's scaled matmul where torch is. mid, decode: smaller products, and few rows by weights
@@ -422,6 +423,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", metavar="NAME", help="append the rows to results/NAME.jsonl")
     parser.add_argument("--tables", nargs="*", choices=TABLES, default=["dense", "end_to_end"])
+    parser.add_argument("--sizes", nargs="*", metavar="MxNxK", help="of the tables' sizes only these")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit(f"JAX {jax.__version__} has no GPU here, only {jax.default_backend()}")
@@ -430,6 +432,8 @@ def main() -> None:
         function, sizes = TABLES[name]
         ratios = []
         for size in sizes:
+            if arguments.sizes and "x".join(map(str, size)) not in arguments.sizes:
+                continue
             for entry in function(name, size):
                 if entry["speedup"]:
                     ratios.append(entry["speedup"])

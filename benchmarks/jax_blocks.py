@@ -87,11 +87,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--compile-ms", type=float, default=8000, help="for compiling candidates, a product")
     parser.add_argument(
         "--deny", nargs="*", default=["cublas"], help="backends left out; XLA tunes an FP8 dot for long"
     )
     given = parser.parse_args()
-    with dispatch.use_policy(backends={"deny": given.deny}):
+    tuning = {"compile_ms": given.compile_ms}
+    with dispatch.use_policy(backends={"deny": given.deny}, tuning=tuning):
         measure(given)
 
 

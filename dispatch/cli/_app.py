@@ -80,12 +80,13 @@ def explain(
     transpose_b: Annotated[bool, typer.Option(help="b is the transpose of an (n, k) array.")] = False,
     policy: Annotated[str | None, typer.Option(help="A policy's name or path.")] = None,
     backend: Annotated[str | None, typer.Option(help="This backend only.")] = None,
+    scope: Annotated[str | None, typer.Option(help="The name of the place whose decision it is.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide one product of random normal operands, and say why."""
     try:
         product = demonstration.Product(framework, dtype, m, n, k, device, transpose_b)
-        decision = product.decision(policy=policy, backend=backend)
+        decision = product.decision(policy=policy, backend=backend, scope=scope)
     except (ImportError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         _fail(error)
     if as_json:

@@ -100,6 +100,17 @@ def test_explain_as_json():
     assert {c["candidate"]["backend"] for c in found["candidates"]} >= {"cpu_blas", "bf16_fallback", "cublas"}
 
 
+def test_explain_of_a_scope_follows_the_rules_for_it(tmp_path):
+    policy = tmp_path / "heads.toml"
+    policy.write_text('[[rules]]\nmatch = { scope = "*.lm_head" }\nbackends.deny = ["cpu_blas"]\n')
+    with fake_timings({"baseline": 1000.0, "cpu_blas": 100.0}):
+        found = [
+            run_json(*EXPLAIN, "--policy", str(policy), "--scope", scope)["backend"]
+            for scope in ("model.lm_head", "model.mlp")
+        ]
+    assert found == ["bf16_fallback", "cpu_blas"]
+
+
 def test_explain_of_a_transposed_b_under_a_policy_with_one_backend():
     out, _ = run(*EXPLAIN, "--transpose-b", "--policy", "native", "--backend", "bf16_fallback")
     assert "row/col" in out

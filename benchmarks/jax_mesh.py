@@ -74,11 +74,13 @@ def main() -> None:
     parser.add_argument("--recipe", default="e4m3:row", help="of the weights that are quantized once")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--compile-ms", type=float, default=8000, help="for compiling candidates, a product")
     parser.add_argument(
         "--deny", nargs="*", default=["cublas"], help="backends left out; XLA tunes an FP8 dot for long"
     )
     given = parser.parse_args()
-    with dispatch.use_policy(backends={"deny": given.deny}):
+    tuning = {"compile_ms": given.compile_ms}
+    with dispatch.use_policy(backends={"deny": given.deny}, tuning=tuning):
         measure(given)
 
 

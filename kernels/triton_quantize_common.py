@@ -26,6 +26,9 @@ SUMS_HEAD = tl.constexpr(8)
 """Float32 values before the counts of the guard's sums."""
 LEARNT = tl.constexpr(256)
 """Launches from which the guard learns what is usual: every tile of whatever operand is sampled 16 times."""
+SPREAD = tl.constexpr(16.0)
+"""How many times the least ratio seen the largest may be for the band to have a lower end: rows that few values rule
+come as near to 0 as chance has it."""
 SPARE = tl.constexpr(130)
 """Rows of sums beside one in SAMPLE: what whole tiles, of up to 128 rows, round up to."""
 ROWS_AT_ONCE = tl.constexpr(4)
@@ -400,7 +403,8 @@ def tell(sums, trip, sampler, launch, parts, square, error, out_rows, tile_rows:
             tl.atomic_max(bits + 3, high.to(tl.int32, bitcast=True), sem="relaxed")
             tl.atomic_min(bits + 4, low.to(tl.int32, bitcast=True), sem="relaxed")
         limit = tl.where(known, tl.minimum(limit, tl.maximum(band * most_seen, rounding)), limit)
-        floor = tl.where(known & (least_seen < float("inf")), least_seen / band, 0.0)
+        even = (most_seen <= SPREAD * least_seen) & (least_seen < float("inf"))
+        floor = tl.where(known & even, least_seen / band, 0.0)
         if high > limit:
             tl.store(trip + 1, high)
             tl.store(trip, 1.0)

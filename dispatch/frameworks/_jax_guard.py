@@ -26,6 +26,9 @@ _RUN = 16
 _BITS, _FEW = 64, 1 << 16
 """Of an array of more values than _FEW, the bits of at most _BITS along each axis say where the sample begins."""
 
+_ENDLESS = float(np.finfo(np.float32).max)
+"""What stands for Inf in a program: with `jax_debug_infs` one of ours would be the user's error."""
+
 
 class Side(NamedTuple):
     """One operand of a product that the program quantizes.
@@ -52,7 +55,7 @@ def tell(sides: Sequence[Side | tuple[Any, ...]]) -> None:
     if not _reachable():
         return
     given = [Side(*side) for side in sides]
-    with jax.named_scope("dispatch_guard"):
+    with jax.named_scope("dispatch_guard"), jax.numpy_dtype_promotion("standard"):
         start = _hash([y for side in given for y in (side.codes, side.scale) if y is not None])
         ratios = jnp.stack([_ratios(side, start) for side in given])
     jax.debug.callback(partial(_heard, [side.hear for side in given]), ratios)
@@ -71,7 +74,8 @@ def _reachable() -> bool:
 def _heard(hears: Sequence[Hear], ratios: Array) -> None:
     """Pass on what a program told. An error here would be the user's program's: it is logged."""
     try:
-        for hear, (most, least) in zip(hears, np.asarray(ratios).tolist(), strict=True):
+        found = np.where(np.asarray(ratios) < _ENDLESS, ratios, np.inf)
+        for hear, (most, least) in zip(hears, found.tolist(), strict=True):
             hear(most, least)
     except Exception:
         logger.exception("dispatch: the guard could not judge what a program told it")
@@ -106,7 +110,7 @@ def _sample(rows: int, run: int, start: Array) -> Array:
 
 
 def _ratios(side: Side, start: Array) -> Array:
-    """Return the largest and the least ratio of the sampled rows, float32 (2)."""
+    """Return the largest and the least ratio of the sampled rows, float32 (2), _ENDLESS where there is none."""
     x, codes, axis = side.x, side.codes, side.axis
     if side.scale is None:
         codes = _rows(codes, axis)[0].astype(jnp.promote_types(codes.dtype, jnp.float32))
@@ -126,9 +130,9 @@ def _ratios(side: Side, start: Array) -> Array:
     wild = ~jnp.isfinite(squares) | ~jnp.isfinite(errors) | (zero & (errors >= jnp.finfo(values.dtype).tiny))
     ratio = errors / jnp.where(zero, 1, squares)
     ratio = jnp.where(ratio < (4 * jnp.finfo(values.dtype).eps) ** 2, 0, ratio)  # exact but for what decoding rounds
-    most = jnp.where(wild, jnp.inf, jnp.where(zero, 0, ratio)).max()
-    least = jnp.where(wild | (ratio == 0), jnp.inf, ratio).min()
-    return jnp.stack([most, least]).astype(jnp.float32)
+    most = jnp.where(wild, _ENDLESS, jnp.where(zero, 0, ratio)).max()
+    least = jnp.where(wild | (ratio == 0), _ENDLESS, ratio).min()
+    return jnp.minimum(jnp.stack([most, least]), _ENDLESS).astype(jnp.float32)
 
 
 def _rows(x: Array, axis: int) -> tuple[Array, bool]:

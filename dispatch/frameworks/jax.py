@@ -344,8 +344,9 @@ def _epilogue(activation: str | None, out_dtype: str, product: Array, bias: Arra
         return product.astype(out_dtype)
     floating = jnp.issubdtype(product.dtype, jnp.floating)
     least = np.float32 if activation is not None or floating else product.dtype
-    wide = jnp.promote_types(product.dtype, least)
-    wide = wide if bias is None else jnp.promote_types(wide, bias.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # what is promoted here is no choice of the caller's
+        wide = jnp.promote_types(product.dtype, least)
+        wide = wide if bias is None else jnp.promote_types(wide, bias.dtype)
     value = product.astype(wide)
     value = value if bias is None else value + bias.astype(wide)
     return _activate(value, activation).astype(out_dtype)

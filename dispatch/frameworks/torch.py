@@ -33,6 +33,7 @@ _strided = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
 _modes = torch._C._len_torch_dispatch_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched maps over
 
@@ -51,10 +52,10 @@ class TorchRoom:
         """Return dtypes, shapes, strides, devices and the modes that matter, and `extra`.
 
         None, and so the native product, where something else interprets the call: functorch transforms, forward-mode
-        AD, a dispatch mode (fake tensors, tracing, export), a subclass or a sparse tensor. Dynamo never comes here: it
-        traces what frameworks/compiled.py has.
+        AD, a dispatch mode (fake tensors, make_fx, export), torch.jit.trace, a subclass or a sparse tensor. Dynamo
+        never comes here: it traces what frameworks/compiled.py has.
         """
-        if _modes() or _functorch() is not None or forward_ad._current_level >= 0:
+        if _modes() or _functorch() is not None or forward_ad._current_level >= 0 or _tracing() is not None:
             return None
         if type(a) not in _PLAIN or type(b) not in _PLAIN or a.layout is not _strided or b.layout is not _strided:
             return None

@@ -27,6 +27,8 @@ LEARNT = 256
 """Calls from which it is learnt what is usual: 16 looks at each row."""
 BAND = 4.0
 """How many times the largest ratio seen while learning, and the least one's reciprocal, is still usual."""
+SPREAD = 16.0
+"""How many times the least ratio seen while learning the largest may be for the band to have a lower end."""
 BANDED = 64
 """Least k for a band: ratios of shorter rows scatter by more than it allows."""
 NEVER = 1e30
@@ -147,7 +149,7 @@ class _Rows:
             self._most, self._least = max(self._most, most), min(self._least, least)
         else:
             limit = min(limit, max(self.band * self._most, self.rounding))
-            floor = self._least / self.band if np.isfinite(self._least) else 0.0
+            floor = self._least / self.band if self._most <= SPREAD * self._least < np.inf else 0.0
         if most > limit or least < floor:
             self.trip[1] = most if most > limit else least
             self.trip[0] = 1.0 if most > limit else -1.0

@@ -322,6 +322,16 @@ def test_debug_nans_blames_no_backend(rough: Rough) -> None:
     assert not dispatch.stats()["quarantined"].get("rough")
 
 
+def test_strict_promotion_is_about_the_callers_dtypes(rough: Rough) -> None:
+    a, b = array((3, 4), 0, "bfloat16"), array((4, 5), 1, "bfloat16")
+    with jax.numpy_dtype_promotion("strict"):
+        for run in (dispatch.matmul, jax.jit(dispatch.matmul, static_argnames="activation")):
+            found = run(a, b, bias=b[0], activation="relu")
+            assert found.dtype == a.dtype
+    wanted = jax.nn.relu(biased(a, b) + b[0])
+    np.testing.assert_allclose(found.astype("float32"), wanted.astype("float32"), rtol=2e-2, atol=2e-2)
+
+
 def test_native_choices_lower_to_the_own_product() -> None:
     a, b = array((2, 3, 4), 0), array((4, 5), 1)
     with dispatch.use_policy("native"):

@@ -337,6 +337,16 @@ class TestTransforms:
         same(mapped(stack), functional.relu(stack @ b))
         assert winner.calls == 0
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+    def test_jit_trace(self, winner: Any) -> None:
+        a, b = tensor((3, 4), dtype=torch.float16), tensor((4, 5), 1, torch.float16)
+        dispatch.matmul(a, b)  # known already
+        calls = winner.calls
+        traced = torch.jit.trace(lambda x, y: dispatch.matmul(x, y), (a, b), check_trace=False)
+        assert "aten::matmul" in str(traced.graph)
+        same(traced(2 * a, b), 2 * a @ b)
+        assert winner.calls == calls
+
     def test_dual_tensors(self, winner: Any) -> None:
         a, b = tensor((3, 4)), tensor((4, 5), 1)
         compiled = torch.compile(lambda x: dispatch.matmul(x, b), backend="eager")

@@ -386,6 +386,7 @@ def bands() -> list[str]:
         "above the limit": (most / 2, most, least, 1.0),
         "above the band": (0.5, most / 10, least, 1.0),
         "below the band": (0.5, most, least * 10, -1.0),
+        "below what is too spread for a band": (0.5, least * 200, least * 10, 0.0),
     }
     for name, (limit, high, low, wanted) in cases.items():
         for launch in (learnt - 1, learnt, 2**40):

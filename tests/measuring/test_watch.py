@@ -412,3 +412,25 @@ def test_rows_are_compared_as_float64_does(framework_name, side, batch):
         for _ in range(SAMPLE):
             look(room.asarray(values, like), room.asarray(found, like))
         assert watch.tripped() == (trips and side == "a")
+
+
+@pytest.mark.parametrize("data", ["a causal softmax", "one value in a hundred", "normal"])
+def test_rows_that_few_values_rule_have_no_lower_end(data):
+    rng = np.random.default_rng(0)
+    recipe = RecipePair.parse("e4m3:row").a
+    watch = Watch(0.02)
+    look = watch.by_rows("a", recipe, 128)
+    for _ in range(1500):
+        x = rng.standard_normal((64, 128)).astype(np.float32)
+        if data == "a causal softmax":
+            x = np.exp(2 * x) * np.tri(64, 128)
+            x /= x.sum(1, keepdims=True)
+        elif data == "one value in a hundred":
+            x *= rng.random(x.shape) < 0.01
+        look(x, np.asarray(dispatch.quantize(x, recipe, axis=-1).dequantize("float32")))
+    assert not watch.tripped()
+    x[:] = 1e-4
+    x[:, 0] = 1.0  # exact but for what is nothing beside it
+    for _ in range(SAMPLE):
+        look(x, np.where(x == 1.0, x, 1.01 * x))
+    assert watch.tripped() == (data == "normal")

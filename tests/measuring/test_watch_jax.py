@@ -294,6 +294,17 @@ class TestPrograms:
         with serving(ROW, mode="async", traced="off"):
             assert jax.jit(lambda x, y: dispatch.matmul(x, y)).lower(a, b).as_text() == texts["off"]
 
+    def test_debugging_blames_nobody_for_what_the_guard_computes(self, serving: Any, heard: Any) -> None:
+        a, b = (x.astype("bfloat16") for x in operands())
+        with serving(ROW, mode="async"):
+            wanted = jax.jit(lambda x, y: dispatch.matmul(x, y))(a, b)
+            with jax.numpy_dtype_promotion("strict"), jax.debug_infs(True):
+                found = jax.jit(lambda x, y: dispatch.matmul(x, y) + 0)(a, b)
+                with jax.disable_jit():
+                    dispatch.matmul(a, b)
+        np.testing.assert_array_equal(np.asarray(found, "float32"), np.asarray(wanted, "float32"))
+        assert not dispatch.stats()["quarantined"]
+
     def test_off_is_the_default(self) -> None:
         assert dispatch.load_policy("default").guard.traced == "off"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,6 +77,8 @@ def _whole(site: str, values: tuple[Any, ...]) -> Tensor:
     found = _parsed(site)
     arguments = found.arguments(values)
     if _modes():
+        from dispatch.frameworks import _torch_trace  # noqa: F401 - it says what the op counts for
+
         return cast(Tensor, _OP(**arguments))
     out = _torch_op._run(**arguments)
     if found.layouts and not _autocast():
@@ -112,7 +113,7 @@ def _bound(plan: Plan, site: Site, a: Any, b: Any) -> Plan | None:
     if any(not isinstance(x, PreparedOperand) for x, name in ((a, "prepared_a"), (b, "prepared_b")) if name in names):
         return None
     if prepared == ["prepared_b"] and "prepared_b" in site.stated and site.given in (("a", "b"), ("a", "b", "bias")):
-        return _weighted(plan, b)
+        return _weighted(plan)
 
     def product(*values: Any) -> Any:
         arguments = site.arguments(values)
@@ -126,13 +127,12 @@ def _bound(plan: Plan, site: Site, a: Any, b: Any) -> Plan | None:
     return product
 
 
-def _weighted(plan: Plan, weight: PreparedOperand) -> Plan:
-    """Return `plan` for a prepared weight, as quickly as can be: it is what decoding calls."""
-    living = weakref.ref(weight)
+def _weighted(plan: Plan) -> Plan:
+    """Return `plan` for prepared weights, as quickly as can be: it is what decoding calls."""
 
     def product(a: Tensor, b: Tensor, *bias: Tensor) -> Any:
-        found = living()
-        if found is None or (found._array is not b and not _torch_op._same(found._array, b)):
+        found = _torch_op.prepared_of(b)
+        if found is None:
             raise _GoneError
         return plan(a, found, *bias)
 
@@ -140,7 +140,7 @@ def _weighted(plan: Plan, weight: PreparedOperand) -> Plan:
 
 
 class _GoneError(Exception):
-    """A prepared operand is no more, or is another's."""
+    """A prepared operand is no more."""
 
 
 @lru_cache(4096)
@@ -216,7 +216,7 @@ def _site(args: Any, kwargs: dict[str, Any]) -> tuple[Site, list[Any]]:
             value = str(value).removeprefix("torch.")
         if isinstance(value, torch.SymInt) or (name in _TENSORS and value is not None):
             given[name] = value
-        elif value is not None and (name, value) != ("op", "matmul"):
+        elif value is not None and value is not False and (name, value) != ("op", "matmul"):
             stated[name] = value
     return Site(tuple(given), stated, _layouts([given[x] for x in _TENSORS if x in given])), list(given.values())
 

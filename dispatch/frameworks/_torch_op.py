@@ -6,6 +6,7 @@ tens of microseconds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -23,12 +24,12 @@ from dispatch.frameworks.backward import again
 from dispatch.frameworks.compiled import POLICY, refuse_plugins
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import ScaledArray
-from dispatch.quantization.prepared import living
+from dispatch.quantization.prepared import PreparedOperand, living
 
 NAME = "gemm_dispatch::matmul"
 _SCHEMA = (
     "(Tensor a, Tensor b, Tensor? bias=None, Tensor? scale_a=None, Tensor? scale_b=None, *, str? form_a=None, "
-    "str? form_b=None, SymInt? prepared_a=None, SymInt? prepared_b=None, str? activation=None, "
+    "str? form_b=None, bool prepared_a=False, bool prepared_b=False, str? activation=None, "
     "ScalarType? out_dtype=None, str? policy=None, str? backend=None, str? scope=None, str op='matmul') -> Tensor"
 )
 _TENSORS = 5  # the first of its arguments
@@ -45,17 +46,38 @@ def form(x: ScaledArray) -> str:
     return ",".join((str(x.recipe), str(x.axis), x.dtype))
 
 
-def _operand(x: Tensor, scale: Tensor | None, form: str | None, prepared: int | None) -> Any:
+def _operand(x: Tensor, scale: Tensor | None, form: str | None, prepared: bool | None) -> Any:
     """Return an operand as dispatch.matmul takes it: of a prepared one, that one and its forms if it still lives."""
     if scale is not None and form is not None:
         recipe, axis, dtype = form.split(",")
         return ScaledArray(x, scale, _recipe(recipe), int(axis), dtype)
-    found = None if prepared is None else living(prepared)
-    return x if found is None or not _same(found.array, x) else found
+    found = prepared_of(x) if prepared else None
+    return x if found is None else found
+
+
+def prepared_of(x: Tensor) -> PreparedOperand | None:
+    """Return the prepared operand whose array a tensor is, or None: none was made in this process, or it is no more."""
+    place = x.data_ptr(), x.stride()
+    reference = _places.get(place)
+    found = None if reference is None else reference()
+    if found is not None and (found._array is x or _same(found._array, x)):
+        return found
+    for found in living():
+        if isinstance(found.array, Tensor) and _same(found.array, x):
+            if len(_places) >= _MOST_PLACES:
+                _places.clear()
+            _places[place] = weakref.ref(found)
+            return found
+    return None
+
+
+_MOST_PLACES = 1 << 16
+_places: dict[tuple[int, tuple[int, ...]], weakref.ref[PreparedOperand]] = {}
+"""Where prepared arrays were found, by address and strides."""
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors are one: in another process than the one that exported, a number is another's."""
+    """Return whether two tensors are one."""
     if x.data_ptr() != y.data_ptr() or x.dtype != y.dtype or x.device != y.device:
         return False
     return bool(x.stride() == y.stride() and x.shape == y.shape)
@@ -70,8 +92,8 @@ def _run(
     *,
     form_a: str | None = None,
     form_b: str | None = None,
-    prepared_a: int | None = None,
-    prepared_b: int | None = None,
+    prepared_a: bool = False,
+    prepared_b: bool = False,
     policy: str | None = None,
     scope: str | None = None,
     op: str = "matmul",
@@ -241,7 +263,7 @@ def _batched(info: Any, in_dims: tuple[int | None, ...], *tensors: Any, **rest: 
     b = _leading(b, dim_b, (-1,) if column else (), rank)
     if bias is not None:
         bias = _leading(bias, dim_bias, ((-1,) if column else ()) + ((-2,) if row else ()), rank)
-    out = OP(a, b, bias, **{**rest, "prepared_a": None, "prepared_b": None})
+    out = OP(a, b, bias, **{**rest, "prepared_a": False, "prepared_b": False})
     out = out.squeeze(-1) if column else out
     return (out.squeeze(-1 if column else -2) if row else out), 0
 

@@ -55,9 +55,10 @@ def traced(
 ) -> Any:
     """Return the product as Dynamo traces it; it breaks the graph at what it cannot take, or is wrong."""
     if bias is activation is out_dtype is policy is None and not _autocast():  # with few guards, checked in each call
-        weight, number = (b._array, b._number) if isinstance(b, PreparedOperand) else (b, None)
+        prepared = isinstance(b, PreparedOperand)
+        weight = b._array if prepared else b
         if _opaque(a, weight, None):
-            return OP(a, weight, prepared_b=number, backend=backend, scope=scope)
+            return OP(a, weight, prepared_b=prepared, backend=backend, scope=scope)
     x, y = _tensor(a), _tensor(b)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not (bias is None or isinstance(bias, Tensor)):
         broken("dispatch.matmul of what is no torch tensor")
@@ -117,15 +118,15 @@ def _op(a: Any, b: Any, bias: Tensor | None, activation: str | None, out_dtype: 
     )
 
 
-def _parts(x: Any) -> tuple[Tensor, Tensor | None, str | None, int | None]:
-    """Return an operand as the op takes it: tensor, scale, form, number."""
+def _parts(x: Any) -> tuple[Tensor, Tensor | None, str | None, bool]:
+    """Return an operand as the op takes it: tensor, scale, form, whether it is prepared."""
     if isinstance(x, ScaledArray):
-        return x.data, x.scale, form(x), None
+        return x.data, x.scale, form(x), False
     array = _tensor(x)
     dtype = effective(array)
     if dtype is not array.dtype:  # autocast's
-        return array.to(dtype), None, None, None
-    return array, None, None, x.number if isinstance(x, PreparedOperand) else None
+        return array.to(dtype), None, None, False
+    return array, None, None, isinstance(x, PreparedOperand)
 
 
 def _dtype(given: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 from dispatch.frameworks import NAMES, Framework, framework, framework_of
 from dispatch.quantization.scaled_array import ScaledArray
@@ -42,7 +41,7 @@ class PreparedOperand:
     function closes over is quantized once, and so is a ScaledArray, which is quantized when it is made.
     """
 
-    __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_number", "_room", "_turned")
+    __slots__ = ("__weakref__", "_array", "_forms", "_lock", "_made_at", "_room", "_turned")
 
     def __init__(self, array: Any) -> None:
         self._hold(_room(array), array)
@@ -56,18 +55,12 @@ class PreparedOperand:
         self._forms: dict[Hashable, _Form] = {}
         self._made_at = room.state(array) if framework_of(array) is room else None
         self._turned: tuple[Hashable, PreparedOperand] | None = None
-        self._number = next(_numbers)
-        _living[self._number] = self
+        _living.add(self)
 
     @property
     def array(self) -> Any:
         """The array itself."""
         return self._array
-
-    @property
-    def number(self) -> int:
-        """A number by which `living` finds this very one in this process: what a compiled graph can hold of it."""
-        return self._number
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,13 +135,12 @@ class PreparedOperand:
         return f"PreparedOperand({self._room.name}, {self.dtype}, shape={self.shape}, forms={len(self._forms)})"
 
 
-_numbers = itertools.count()
-_living: WeakValueDictionary[int, PreparedOperand] = WeakValueDictionary()
+_living: WeakSet[PreparedOperand] = WeakSet()
 
 
-def living(number: int) -> PreparedOperand | None:
-    """Return the prepared operand of that number, or None if there is none any more."""
-    return _living.get(number)
+def living() -> list[PreparedOperand]:
+    """Return every prepared operand that there is: compiled code finds one by its array."""
+    return list(_living)
 
 
 def prepare(b: Any) -> PreparedOperand:

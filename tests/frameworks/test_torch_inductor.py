@@ -98,7 +98,7 @@ class TestHostCost:
             alone = called(lambda: plan(a, weight))
         assert found["direct"] == 1
         more = found.total() - wanted.total() - alone.total()
-        assert more <= self.MOST + 1, found - wanted  # one more: whether the weight is still the same
+        assert more <= self.MOST + 2, found - wanted  # two more: which prepared operand the weight is
 
     def test_of_a_backward_pass(self) -> None:
         ours, own = compiled(lambda x, y: dispatch.matmul(x, y)), compiled(lambda x, y: torch.matmul(x, y))
@@ -314,11 +314,30 @@ class TestValues:
                     same(ours(a, weight), a @ weight.array)
                     weight.array.mul_(-2)
 
+    def test_blocks_of_their_own_weights_share_their_graphs(self, serving: Any) -> None:
+        class Block(torch.nn.Module):
+            def __init__(self, seed: int) -> None:
+                super().__init__()
+                self.weight = dispatch.prepare(tensor((8, 8), seed))
+
+            def forward(self, x: Any) -> Any:
+                return dispatch.matmul(x, self.weight).relu()
+
+        blocks = [Block(seed) for seed in range(12)]  # Dynamo compiles a function 8 times at most
+        x = tensor((3, 8), 20)
+        with serving(), torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            run = [compiled(block) for block in blocks]
+            for _ in range(3):
+                for block, own in zip(run, blocks, strict=True):
+                    same(block(x), own(x))
+            blocks[0].weight = dispatch.prepare(tensor((8, 8), 30))
+            same(run[0](x), blocks[0](x))
+
     def test_a_prepared_weight_that_is_no_more(self, serving: Any) -> None:
         a, b, other = tensor((3, 4)), tensor((4, 5), 1), tensor((4, 5), 2)
         weight = dispatch.prepare(b)
         layouts = "(('torch.float32', 'cpu', (3, 4), (4, 1)), ('torch.float32', 'cpu', (4, 5), (5, 1)))"
-        site = f"(('a', 'b'), {{'prepared_b': {weight.number}}}, {layouts})"
+        site = f"(('a', 'b'), {{'prepared_b': True}}, {layouts})"
         with serving(), torch.no_grad():
             for x in (b, b, b, other, b):
                 same(torch.ops.gemm_dispatch.direct_matmul(site, a, x), a @ x)

@@ -97,7 +97,7 @@ def summarized(name: str, asked: dict[Candidate, list[Rejection]]) -> dict[Candi
     return {candidate: reasons for candidate, reasons in asked.items() if reasons}
 
 
-def no_backend(problem: Problem, rejections: dict[Candidate, list[Rejection]]) -> str:
-    """Return the text of a NoBackendError: the problem, and each reason."""
-    lines = [f"  {candidate}: {'; '.join(map(str, reasons))}" for candidate, reasons in rejections.items()]
-    return "\n".join([f"No backend can run {problem}:", *lines, "Leave out backend=, or change what is named above."])
+def no_backend(name: str, problem: Problem, rejections: dict[Candidate, list[Rejection]]) -> str:
+    """Return the text of a NoBackendError: the backend that was asked for, the problem, and each reason."""
+    why = [f"  {x}: {'; '.join(map(str, reasons))}" for x, reasons in rejections.items() if x.backend == name]
+    return "\n".join([f"No backend can run {problem}: asked was {name}", *why, "Leave out backend=, or change that."])

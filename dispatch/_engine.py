@@ -110,7 +110,7 @@ class Engine:
         policy = self._policy(problem, options)
         case = _Case(call, problem, policy, options, *self._candidates(problem, policy))
         if options.backend is not None and not case.able:
-            raise NoBackendError(no_backend(problem, case.rejections))
+            raise NoBackendError(no_backend(options.backend, problem, case.rejections))
         decision, keep = self._decided(case)
         if options.backend is not None and decision.baseline is None:
             return named(decision, decision.candidate if decision.candidate in case.able else case.able[0]), keep

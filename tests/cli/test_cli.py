@@ -136,6 +136,7 @@ def test_explain_says_no(changes, said):
     assert out == ""
     assert said in err
     assert "Traceback" not in err
+    assert "overridden" not in err
 
 
 def test_explain_of_a_locked_policy_says_no(tmp_path):

@@ -82,17 +82,20 @@ def found(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     return result
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", cases.INTERPRETED)
 def test_interpreted_products_match_float64(name: str, found: dict[str, list[str]]) -> None:
     assert found[name] == []
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.MORE)
 def test_more_interpreted_products_match_float64(name: str, found: dict[str, list[str]]) -> None:
     assert found[name] == []
 
 
+@pytest.mark.interpreted
 @new
 @pytest.mark.parametrize("name", [*cases.NEWER, *cases.RACES])
 def test_interpreted_products_match_float64_without_races(name: str, found: dict[str, list[str]]) -> None:
@@ -110,6 +113,7 @@ PORTABLE = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", PORTABLE)
 def test_portable_products_match_float64(name: str) -> None:
     with jax.default_device(jax.devices("cpu")[0]):

@@ -75,6 +75,7 @@ def complaints(
 SMALL = [(1, 1), (7, 33), (130, 300), (65, 2052)]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("granularity", kernels.GRANULARITIES)
 @pytest.mark.parametrize("shape", SMALL)
@@ -84,6 +85,7 @@ def test_interpreted_bits_are_the_references(shape: tuple[int, int], granularity
     assert complaints(shape, f"{form}:{granularity}", dtype, transposed, (8, 128), True) == []
 
 
+@pytest.mark.interpreted
 def test_rows_too_long_for_registers_are_read_twice() -> None:
     assert complaints((2, kernels.WHOLE_ROW + 200), "e4m3:row", "bfloat16", False, (1, 16), True) == []
 

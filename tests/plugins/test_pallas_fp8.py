@@ -570,12 +570,14 @@ def test_where_jax_has_no_triton_lowering_xla_quantizes(monkeypatch: pytest.Monk
         assert "triton" not in text
 
 
+@pytest.mark.interpreted
 class TestInterpreted(Products):
     @pytest.fixture(autouse=True)
     def jax_that_fits(self) -> None:
         usable_jax()
 
 
+@pytest.mark.interpreted
 def test_plans_for_hopper_and_blackwell_interpreted() -> None:
     jax = usable_jax()
     if jax.__version_info__ < (0, 11):

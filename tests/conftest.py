@@ -29,10 +29,13 @@ _cache = tempfile.TemporaryDirectory(prefix="dispatch-tests-")
 os.environ["DISPATCH_CACHE_DIR"] = _cache.name  # before anything imports dispatch
 os.environ.pop("DISPATCH_POLICY", None)
 
-# Under each policy JAX compiles anew, small programs that most tests share. XLA's part of that is done once a session,
-# or, where tox names the folder, once a run. On a GPU XLA would keep there what it tuned, too.
+# Under each policy JAX compiles anew, small programs that most tests share. XLA's part of that is done once a session
+# (workers and processes that tests start inherit the folder) or, where tox names the folder, once a run. On a GPU XLA
+# would keep there what it tuned, too.
 if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(_cache.name) / "jax"))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        _compiled = tempfile.TemporaryDirectory(prefix="dispatch-tests-jax-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

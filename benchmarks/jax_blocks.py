@@ -112,7 +112,7 @@ def measure(given: Any) -> None:
     rows = []
     for decision in sorted(decided.values(), key=lambda d: (d.problem.op, d.problem.m, d.problem.n, d.problem.k)):
         print(f"  {line(decision)}")
-        rows.append(_rows.row("jax_block_products", decision, op=decision.problem.op, data="normal, seeded"))
+        rows.append(_rows.row("jax_training_products", decision, op=decision.problem.op, data="normal, seeded"))
     if given.record:
         _rows.append(rows, given.record)
 
@@ -146,7 +146,7 @@ def compare(library: str, task: Task, given: Any) -> dict[str, Any]:
     tokens = given.batch * given.sequence
     problem = {"m": tokens, "n": given.hidden, "k": given.width, "dtype": "bfloat16", "framework": "jax"}
     return {
-        "table": "jax_block",
+        "table": "jax_training",
         "problem": {**problem, "library": library, "batch": given.batch, "sequence": given.sequence},
         "candidate": OURS,
         "latency_us": ours,

@@ -33,7 +33,8 @@ def rows(table: str) -> list[Row]:
                 kind += (
                     entry.get("layout"),
                     entry.get("weight_prepared"),
-                    entry["table"] == "host_call" and entry["candidate"],
+                    entry["table"] in ("host_call", "mesh") and entry["candidate"],
+                    entry.get("op"),
                     entry.get("way"),
                     entry.get("gradient"),
                     entry.get("family"),
@@ -203,6 +204,65 @@ def linear() -> str:
     return "\n".join([*lines, "", *_machines(found)])
 
 
+def mesh() -> str:
+    """Return the table of a tensor-parallel MLP on several GPUs."""
+    lines = ["| | products by | time | TFLOP/s | speedup | collectives | relative L2 | worst row |", "|---" * 8 + "|"]
+    found = rows("mesh")
+    for entry in found:
+        problem, error = entry["problem"], entry["error"] or {}
+        kinds = ", ".join(f"{count} {kind}" for kind, count in entry["collectives"].items())
+        cells = [
+            f"{problem['m']} tokens, {problem['k']} -> {problem['n']} -> {problem['k']}, {problem['pass']}",
+            entry["candidate"],
+            f"{_us(entry['latency_us'])} ± {_us(entry['spread_us'] / 2)}",
+            f"{entry['tflops']:.0f}",
+            _number(entry["speedup"], "{:.2f}x"),
+            kinds or "none",
+            _number(error.get("relative_l2"), "{:.1e}"),
+            _number(error.get("similarity_loss"), "{:.1e}"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+def jax_training() -> str:
+    """Return the table of trained transformer blocks: losses, and a step's time."""
+    lines = ["| library | batch x sequence, width, hidden | loss: own | dispatch | own, another seed |"]
+    lines[0] += " a step: own | dispatch | speedup |"
+    lines.append("|---" * 8 + "|")
+    found = rows("jax_training")
+    for entry in found:
+        problem, losses = entry["problem"], entry["losses"]
+        cells = [
+            problem["library"],
+            f"{problem['batch']} x {problem['sequence']}, {problem['k']}, {problem['n']}",
+            *(f"{losses[name]:.5f}" for name in ("own", "dispatch", "own, another seed")),
+            _us(entry["baseline_us"]),
+            f"{_us(entry['latency_us'])} ± {_us(entry['spread_us'] / 2)}",
+            _number(entry["speedup"], "{:.2f}x"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
+def jax_training_products() -> str:
+    """Return the table of that block's products, jnp.matmul against what was chosen."""
+    lines = ["| op | m x n x k | jnp.matmul | chosen | speedup | |", "|---" * 6 + "|"]
+    found = rows("jax_training_products")
+    for entry in found:
+        problem = entry["problem"]
+        cells = [
+            entry["op"],
+            f"{problem['m']} x {problem['n']} x {problem['k']}",
+            _us(entry["baseline_us"]),
+            _us(entry["latency_us"]),
+            _number(entry["speedup"], "{:.2f}x"),
+            f"`{entry['candidate']}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_machines(found)])
+
+
 def counters() -> str:
     """Return the table of ncu's counters, a column a kernel."""
     found = rows("counters")
@@ -330,6 +390,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "host_compiled": host_compiled,
     "linear": linear,
     "counters": counters,
+    "mesh": mesh,
+    "jax_training": jax_training,
+    "jax_training_products": jax_training_products,
     "guard": guard,
     "guard_cost": guard_cost,
     "guard_trips": guard_trips,

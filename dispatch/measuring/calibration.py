@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,6 +14,8 @@ from dispatch._decision import Decision
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch.measuring.latency import Timing
 from dispatch.measuring.session import Timings, worse_error
+
+logger = logging.getLogger("dispatch")
 
 
 class Calibration:
@@ -64,7 +67,7 @@ def calibrate(fn: Callable[..., Any], *batches: Any) -> list[Decision]:
     traced all the same (under grad, vmap, scan) has no values, and what runs on other threads is not seen.
 
     Returns the decisions, one for each problem and scope; none for a product that only the framework's own matmul can
-    serve. Raises what fn raises.
+    serve. Without any it logs a warning. Raises what fn raises.
     """
     from dispatch import forget  # noqa: PLC0415 - the core is made after this room
 
@@ -79,4 +82,10 @@ def calibrate(fn: Callable[..., Any], *batches: Any) -> list[Decision]:
     finally:
         _in_force.reset(token)
         forget()
+    if not calibration.decisions:
+        logger.warning(
+            "dispatch: calibrate decided nothing in %d batches: no product there can be served by a backend and has "
+            "operands that say anything (not constant, finite, not traced)",
+            len(batches),
+        )
     return list(calibration.decisions.values())

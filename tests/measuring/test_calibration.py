@@ -138,9 +138,11 @@ def test_results_are_right_meanwhile_and_errors_pass_through():
         assert dispatch.stats()["plans"] == 1
 
 
-def test_without_batches_and_without_candidates():
+def test_without_batches_and_without_candidates(caplog):
     assert dispatch.calibrate(layer) == []
     assert dispatch.calibrate(layer, normal(64, 96)) == []
+    said = [record.getMessage() for record in caplog.records]
+    assert [next(x for x in ("0 batches", "1 batches") if x in y) for y in said] == ["0 batches", "1 batches"]
 
 
 def test_a_backend_that_fails_in_a_batch_is_quarantined(engine):

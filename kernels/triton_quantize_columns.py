@@ -188,6 +188,7 @@ def scale_columns_kernel(
     stride,
     out_rows,
     out_cols,
+    inside: tl.constexpr,
     splits: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
@@ -195,8 +196,8 @@ def scale_columns_kernel(
 ):
     """Scale, cast and transpose one tile of x (rows, cols), given the partial maxima of its columns.
 
-    Every tile lies inside, and rows are aligned: with other tiles, whose loads are not vectorized and whose values
-    change their layout, words came out wrong on an H200 (Triton 3.6).
+    inside: whether every tile lies inside, and rows are aligned. Others go byte by byte: their loads are not
+    vectorized, their values change their layout, and words came out wrong on an H200 (Triton 3.6).
     """
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
@@ -225,72 +226,24 @@ def scale_columns_kernel(
             return
         program -= looking
     row_tile, col_tile = program % row_tiles, program // row_tiles
-    quad = row_tile.to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
+    if inside:
+        quad = row_tile.to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
+    else:
+        row = row_tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     col_scale, inverse = column_scales(partial, out, scale, col, cols, splits)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
-    first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
-    word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
-    store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
-
-
-@triton.jit
-def scale_partial_columns_kernel(
-    x,
-    partial,
-    out,
-    scale,
-    sums,
-    trip,
-    rows,
-    cols,
-    stride,
-    out_rows,
-    out_cols,
-    splits: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-    dependent: tl.constexpr = False,
-):
-    """Do the same, byte by byte, for tiles that may reach beyond the source."""
-    wait_for_predecessor(dependent)
-    rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
-    row_tiles = tl.cdiv(out_cols, block_rows)
-    program = tl.program_id(0)
-    if sums is not None:
-        looking = samplers_of(out_rows, block_cols, tl.cdiv(row_tiles, PARTS_TOGETHER))
-        if program < looking:
-            sample_cast(
-                x,
-                partial,
-                out,
-                scale,
-                sums,
-                trip,
-                program,
-                rows,
-                cols,
-                stride,
-                out_rows,
-                row_tiles,
-                splits,
-                block_rows,
-                block_cols,
-            )
-            return
-        program -= looking
-    row_tile, col_tile = program % row_tiles, program // row_tiles
-    row = row_tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
-    col_scale, inverse = column_scales(partial, out, scale, col, cols, splits)
-    if row_tile == 0:
-        store_scale(scale + col, col_scale, col < out_rows)
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    encoded = tl.trans(encode(value, inverse[None, :], out))
-    written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
-    tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
+    if inside:
+        first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
+        word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
+        store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
+    else:
+        present = (row < rows)[:, None] & (col < cols)[None, :]
+        value = tl.load(x + row[:, None] * stride + col[None, :], mask=present, other=0.0).to(tl.float32)
+        encoded = tl.trans(encode(value, inverse[None, :], out))
+        written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
+        tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
 
 
 def whole_columns_tile(out_cols: int) -> tuple[int, int] | None:
@@ -347,10 +300,16 @@ def columns_launches(
     programs = row_tiles * triton.cdiv(out_rows, 64)
     programs += samplers(out_rows, 64, triton.cdiv(row_tiles, PARTS_TOGETHER.value), guarded=guarded)
     cast = Launch(
-        scale_columns_kernel if inside else scale_partial_columns_kernel,
+        scale_columns_kernel,
         (programs, 1, 1),
         sizes,
-        {"splits": COLUMN_SPLITS, "block_rows": 128, "block_cols": 64, "num_warps": 4 if inside else 8},
+        {
+            "inside": inside,
+            "splits": COLUMN_SPLITS,
+            "block_rows": 128,
+            "block_cols": 64,
+            "num_warps": 4 if inside else 8,
+        },
     )
     return amax, cast
 

@@ -328,19 +328,13 @@ def errors_of(
         _, by = scales_of(amax, out, scale)
     square = tl.zeros((tile_rows, piece), tl.float32)
     error = tl.zeros((tile_rows, piece), tl.float32)
-    if inverse is None:
-        for start in range(first, last, piece):
-            value = _piece(source, there, start, length, stride, piece)
+    at_once: tl.constexpr = 1 if inverse is None else count * wide // piece
+    for start in range(first, last, at_once * piece):
+        for i in tl.static_range(at_once):
+            value = _piece(source, there, start + i * piece, length, stride, piece)
             more_square, more_error = squares_of(value, by[:, None], out)
             square += more_square
             error += more_error
-    else:
-        for start in range(first, last, count * wide):
-            for i in tl.static_range(count * wide // piece):
-                value = _piece(source, there, start + i * piece, length, stride, piece)
-                more_square, more_error = squares_of(value, by[:, None], out)
-                square += more_square
-                error += more_error
     return sums_of(square, error, 1)
 
 
@@ -355,11 +349,11 @@ def _piece(source, there, first, length, stride, size: tl.constexpr):
 def tell(sums, trip, sampler, launch, parts, square, error, out_rows, tile_rows: tl.constexpr):
     """Judge the sums of squares and of errors of a tile's rows, once all programs that share it have told theirs.
 
-    sampler: which of the programs that sample. square, error: (tile_rows,), of one of the `parts`
-    of each row. sums: float32 (`sums_size`), first of all the limit of error / square, the factor of the band, what
-    errors rounding alone can make, the largest and the least ratio seen (0 and Inf at first); from SUMS_HEAD on how
-    many parts were ever told for each slot of a tile (int64), and the sums of each part. trip: float32 (2), written
-    where a ratio is not in the band: the ratio, and +1 above it or -1 below.
+    sampler: which of the programs that sample. square, error: (tile_rows,), of one of the `parts` of each row. sums:
+    float32 (`sums_size`), first of all the limit of error / square, the factor of the band, what errors rounding alone
+    can make, the largest and the least ratio seen (0 and Inf at first); from SUMS_HEAD on how many parts were ever told
+    for each slot of a tile (int64), and the sums of each part. trip: float32 (2), written where a ratio is not in the
+    band: the ratio, and +1 above it or -1 below.
 
     Counts lie on the device, so that a replayed graph moves on too. Launches by the same sums come one after another;
     were two to run at once, a ratio could be of parts of both, each a square and an error of the same values.
@@ -382,7 +376,7 @@ def tell(sums, trip, sampler, launch, parts, square, error, out_rows, tile_rows:
             error_sum = tl.zeros((PARTS_AT_ONCE, tile_rows), tl.float32)
             for first in range(0, parts, PARTS_AT_ONCE):
                 which = first + tl.arange(0, PARTS_AT_ONCE)
-                there = (which < parts)[:, None] & (row >= 0)[None, :]
+                there = (which < parts)[:, None] & (row >= 0)[None, :]  # one to be broadcast took more registers
                 place = kept[None, :] + which.to(tl.int64)[:, None] * 2 * capacity
                 square_sum += tl.load(place, mask=there, other=0.0, cache_modifier=".cg")
                 error_sum += tl.load(place + capacity, mask=there, other=0.0, cache_modifier=".cg")

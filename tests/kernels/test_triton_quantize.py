@@ -86,7 +86,6 @@ def test_compiles_to_the_hardware_conversion_without_spills(capability: int) -> 
         "quantize_columns_kernel",
         "column_amax_kernel",
         "scale_columns_kernel",
-        "scale_partial_columns_kernel",
         "quantize_many_kernel",
         "tensor_amax_kernel",
         "scale_tensor_kernel",

@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,7 @@ def rows(table: str) -> list[Row]:
 
 def main_job(where: Callable[[Row], bool]) -> str:
     """Return the table of choices: one line a problem, with the chosen candidate's and the best other's figures."""
-    lines = [
-        "| problem | tolerance | chosen | speedup | own product | chosen | similarity loss | relative L2 | why |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines: list[Sequence[str]] = []
     chosen = [entry for entry in rows("main") if where(entry)]
     for entry in sorted(chosen, key=lambda x: (x["problem"]["framework"], x["jitted"], -x["problem"]["m"], x["gate"])):
         problem, error = entry["problem"], entry["error"] or {}
@@ -66,18 +63,22 @@ def main_job(where: Callable[[Row], bool]) -> str:
             _number(error.get("relative_l2"), "{:.1e}"),
             entry["reason"].split(" the framework's own product (")[0],
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(chosen)])
+        lines.append(cells)
+    return _table(
+        "problem | tolerance | chosen | speedup | own product | chosen | similarity loss | relative L2 | why",
+        lines,
+        chosen,
+    )
 
 
 def host() -> str:
     """Return the table of host time beyond the plan's own."""
-    lines = ["| | own matmul | whole call | beyond the plan |", "|---|---|---|---|"]
+    lines: list[Sequence[str]] = []
     found = rows("host")
     for entry in found:
         times = (f"{entry[key]:.2f} us" for key in ("own_us", "call_us", "beyond_us"))
-        lines.append(f"| {entry['framework']} {entry['size']}x{entry['size']} float32 | {' | '.join(times)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append([f"{entry['framework']} {entry['size']}x{entry['size']} float32", *times])
+    return _table("| own matmul | whole call | beyond the plan", lines, found)
 
 
 def kernels(table: str) -> str:
@@ -87,7 +88,7 @@ def kernels(table: str) -> str:
     extra = [name for name in ("layout", "weight_prepared") if any(name in entry for entry in found)]
     head = ["m x n x k", *(name.replace("_", " ") for name in extra), "ours", "TFLOP/s", *peers]
     head.append(f"against {next((entry['against'] for entry in found if 'against' in entry), 'the best')}")
-    lines = [f"| {' | '.join(head)} | config |", "|---" * (len(head) + 1) + "|"]
+    lines: list[Sequence[str]] = []
     for entry in found:
         problem, times = entry["problem"], {name.partition("@")[0]: us for name, us in entry["peers"].items()}
         cells = [
@@ -99,52 +100,51 @@ def kernels(table: str) -> str:
             _number(entry["speedup"], "{:.2f}x"),
             f"`{entry['candidate'].rpartition('/')[2]}`",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     ratios = [entry["speedup"] for entry in found if entry["speedup"]]
     mean = [f"Geometric mean {statistics.geometric_mean(ratios):.3f}x.", ""] if ratios else []
-    return "\n".join([*lines, "", *mean, *_machines(found)])
+    return _table(" | ".join([*head, "config"]), lines, found, mean)
 
 
 def quantize_in_jax(table: str) -> str:
     """Return a table of quantizers in JAX beside XLA's."""
-    lines = ["| rows x k | source | ours | TB/s | XLA | against XLA |", "|---|---|---|---|---|---|"]
+    lines: list[Sequence[str]] = []
     found = rows(table)
     for entry in found:
         height, width = entry["problem"]["m"], max(entry["problem"]["n"], entry["problem"]["k"])
         by_xla = {name.partition("@")[0]: us for name, us in entry["peers"].items()}["XLA"]
         speed = 3e-6 * height * width / entry["latency_us"]
-        times = f"{_us(entry['latency_us'])} | {speed:.2f} | {_us(by_xla)}"
-        lines.append(f"| {height} x {width} | {entry['layout']} | {times} | {_number(entry['speedup'], '{:.2f}x')} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        times = _us(entry["latency_us"]), f"{speed:.2f}", _us(by_xla)
+        lines.append([f"{height} x {width}", entry["layout"], *times, _number(entry["speedup"], "{:.2f}x")])
+    return _table("rows x k | source | ours | TB/s | XLA | against XLA", lines, found)
 
 
 def quantize() -> str:
     """Return the table of the quantizer's speed, as the share of a copy's bytes a second."""
-    lines = ["| rows x columns | ours | copy | TB/s | share of copy |", "|---|---|---|---|---|"]
+    lines: list[Sequence[str]] = []
     found = rows("quantize")
     for entry in found:
         height, width = entry["problem"]["m"], entry["problem"]["n"]
         copied = next(iter(entry["peers"].values()))
         speed = 3e-6 * height * width / entry["latency_us"]
         share = _number(entry["share_of_copy"], "{:.2f}")
-        times = f"{_us(entry['latency_us'])} | {_us(copied)}"
-        lines.append(f"| {height} x {width} | {times} | {speed:.2f} | {share} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append([f"{height} x {width}", _us(entry["latency_us"]), _us(copied), f"{speed:.2f}", share])
+    return _table("rows x columns | ours | copy | TB/s | share of copy", lines, found)
 
 
 def host_call() -> str:
     """Return the table of what a known call takes of the host."""
-    lines = ["| 256 x 256 x 256, bfloat16 | host time | torch.matmul | ratio |", "|---|---|---|---|"]
+    lines: list[Sequence[str]] = []
     found = rows("host_call")
     for entry in found:
         own = next(iter(entry["peers"].values()))
-        lines.append(f"| {entry['candidate']} | {_us(entry['host_us'])} | {_us(own)} | {entry['ratio']:.2f} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append([entry["candidate"], _us(entry["host_us"]), _us(own), f"{entry['ratio']:.2f}"])
+    return _table("256 x 256 x 256, bfloat16 | host time | torch.matmul | ratio", lines, found)
 
 
 def torch_graphs() -> str:
     """Return the table of products with a prepared weight in torch: eager, compiled and replayed."""
-    lines = ["| m x n x k | way | ours | torch.matmul | scaled_mm | against torch.matmul | chosen |", "|---" * 7 + "|"]
+    lines: list[Sequence[str]] = []
     found = rows("torch_graphs")
     for entry in found:
         problem, times = entry["problem"], {name.partition(",")[0]: us for name, us in entry["peers"].items()}
@@ -157,16 +157,13 @@ def torch_graphs() -> str:
             _number(entry["speedup"], "{:.2f}x"),
             f"`{entry['candidate']}`",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table("m x n x k | way | ours | torch.matmul | scaled_mm | against torch.matmul | chosen", lines, found)
 
 
 def host_compiled() -> str:
     """Return the table of what a call compiled by torch takes of the host."""
-    lines = [
-        "| m x n x k | operands | dispatch.matmul | torch.matmul | beyond | plan as an op | plan alone | on | chosen |"
-    ]
-    lines.append("|---" * 9 + "|")
+    lines: list[Sequence[str]] = []
     found = rows("host_compiled")
     for entry in found:
         problem, times = entry["problem"], {name.partition("@")[0]: us for name, us in entry["peers"].items()}
@@ -180,14 +177,17 @@ def host_compiled() -> str:
             entry["device"].partition(" (")[0],
             f"`{entry['candidate']}`",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table(
+        "m x n x k | operands | dispatch.matmul | torch.matmul | beyond | plan as an op | plan alone | on | chosen",
+        lines,
+        found,
+    )
 
 
 def linear() -> str:
     """Return the table of forward and backward of a linear layer."""
-    lines = ["| tokens x inputs -> outputs | way | gradients | ours | torch.matmul | speedup | served by |"]
-    lines.append("|---" * 7 + "|")
+    lines: list[Sequence[str]] = []
     found = rows("linear")
     for entry in found:
         problem = entry["problem"]
@@ -200,13 +200,15 @@ def linear() -> str:
             _number(entry["speedup"], "{:.2f}x"),
             ", ".join(f"{op} `{name}`" for op, name in entry["candidate"].items()),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table(
+        "tokens x inputs -> outputs | way | gradients | ours | torch.matmul | speedup | served by", lines, found
+    )
 
 
 def mesh() -> str:
     """Return the table of a tensor-parallel MLP on several GPUs."""
-    lines = ["| | products by | time | TFLOP/s | speedup | collectives | relative L2 | worst row |", "|---" * 8 + "|"]
+    lines: list[Sequence[str]] = []
     found = rows("mesh")
     for entry in found:
         problem, error = entry["problem"], entry["error"] or {}
@@ -221,15 +223,13 @@ def mesh() -> str:
             _number(error.get("relative_l2"), "{:.1e}"),
             _number(error.get("similarity_loss"), "{:.1e}"),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table("| products by | time | TFLOP/s | speedup | collectives | relative L2 | worst row", lines, found)
 
 
 def jax_training() -> str:
     """Return the table of trained transformer blocks: losses, and a step's time."""
-    lines = ["| library | batch x sequence, width, hidden | loss: own | dispatch | own, another seed |"]
-    lines[0] += " a step: own | dispatch | speedup |"
-    lines.append("|---" * 8 + "|")
+    lines: list[Sequence[str]] = []
     found = rows("jax_training")
     for entry in found:
         problem, losses = entry["problem"], entry["losses"]
@@ -241,13 +241,18 @@ def jax_training() -> str:
             f"{_us(entry['latency_us'])} ± {_us(entry['spread_us'] / 2)}",
             _number(entry["speedup"], "{:.2f}x"),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table(
+        "library | batch x sequence, width, hidden | loss: own | dispatch | own, another seed | "
+        "a step: own | dispatch | speedup",
+        lines,
+        found,
+    )
 
 
 def jax_training_products() -> str:
     """Return the table of that block's products, jnp.matmul against what was chosen."""
-    lines = ["| op | m x n x k | jnp.matmul | chosen | speedup | |", "|---" * 6 + "|"]
+    lines: list[Sequence[str]] = []
     found = rows("jax_training_products")
     for entry in found:
         problem = entry["problem"]
@@ -259,15 +264,15 @@ def jax_training_products() -> str:
             _number(entry["speedup"], "{:.2f}x"),
             f"`{entry['candidate']}`",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table("op | m x n x k | jnp.matmul | chosen | speedup |", lines, found)
 
 
 def counters() -> str:
     """Return the table of ncu's counters, a column a kernel."""
     found = rows("counters")
     names = " | ".join(f"`{entry['candidate']}`" for entry in found)
-    lines = [f"| | {names} |", "|---" * (len(found) + 1) + "|"]
+    lines: list[Sequence[str]] = []
     for name, text, scale in (
         ("tensor_pipe_percent", "tensor pipe active, %", 1.0),
         ("clock_hz", "SM clock, GHz", 1e-9),
@@ -276,17 +281,13 @@ def counters() -> str:
         ("l2_to_sm_bytes", "from L2 to the multiprocessors, GB", 1e-9),
         ("dram_bytes", "from and to DRAM, GB", 1e-9),
     ):
-        values = " | ".join(f"{entry[name] * scale:.3g}" for entry in found)
-        lines.append(f"| {text} | {values} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append([text, *(f"{entry[name] * scale:.3g}" for entry in found)])
+    return _table(f"| {names}", lines, found)
 
 
 def guard() -> str:
     """Return the table of families of data: what wins, and what the guard says where normal data had decided."""
-    lines = [
-        "| m x n x k | family | winner | speedup | similarity loss | relative L2 | max/scale | row scales | tensor |"
-    ]
-    lines.append("|---" * 9 + "|")
+    lines: list[Sequence[str]] = []
     found = rows("guard")
     for entry in found:
         problem = entry["problem"]
@@ -298,8 +299,12 @@ def guard() -> str:
             *(_number(value, "{:.1e}") for value in entry["error"].values()),
             *(_guarded(entry["guards"][recipe]) for recipe in ("e4m3:row", "e4m3:tensor")),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table(
+        "m x n x k | family | winner | speedup | similarity loss | relative L2 | max/scale | row scales | tensor",
+        lines,
+        found,
+    )
 
 
 def _guarded(found: Row | None) -> str:
@@ -312,7 +317,7 @@ def _guarded(found: Row | None) -> str:
 
 def guard_cost() -> str:
     """Return the table of what the guard costs where both operands are quantized."""
-    lines = ["| m x n x k | b | off | async | 95% interval | pairs | strict |", "|---" * 7 + "|"]
+    lines: list[Sequence[str]] = []
     found = rows("guard_cost")
     for entry in found:
         problem = entry["problem"]
@@ -325,16 +330,13 @@ def guard_cost() -> str:
             str(entry["pairs"]),
             f"{entry['strict_ratio']:.2f}x",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table("m x n x k | b | off | async | 95% interval | pairs | strict", lines, found)
 
 
 def guard_trips() -> str:
     """Return the table of how soon async trips."""
-    lines = [
-        "| m x n x k | trips in 1000 normal calls | data beyond the tolerance | an outlier row |",
-        "|---" * 4 + "|",
-    ]
+    lines: list[Sequence[str]] = []
     found = rows("guard_trips")
     for entry in found:
         problem, (least, most) = entry["problem"], entry["outlier_calls"]
@@ -344,16 +346,13 @@ def guard_trips() -> str:
             f"after {entry['broken_calls']} calls",
             f"after {least} to {most} calls, at {entry['places']} places",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+        lines.append(cells)
+    return _table("m x n x k | trips in 1000 normal calls | data beyond the tolerance | an outlier row", lines, found)
 
 
 def guard_cost_jax() -> str:
     """Return the table of what callbacks cost in JAX programs where both operands are quantized."""
-    lines = [
-        "| m x n x k | program | off | callback | added | 95% interval | pairs | returns after |",
-        "|---" * 8 + "|",
-    ]
+    lines: list[Sequence[str]] = []
     found = rows("guard_cost_jax")
     for entry in found:
         problem = entry["problem"]
@@ -369,8 +368,8 @@ def guard_cost_jax() -> str:
                 str(entry["pairs"]),
                 f"{_us(part['host_off_us'])}, {_us(part['host_callback_us'])}",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_machines(found)])
+            lines.append(cells)
+    return _table("m x n x k | program | off | callback | added | 95% interval | pairs | returns after", lines, found)
 
 
 KERNELS = ("dense", "mid", "decode", "block", "promoted", "sixteen_bit", "end_to_end")
@@ -403,6 +402,13 @@ TABLES: dict[str, Callable[[], str]] = {
 def filled(text: str) -> str:
     """Return `text` with every marked table made anew."""
     return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def _table(head: str, lines: Sequence[Sequence[str]], found: list[Row], more: Sequence[str] = ()) -> str:
+    """Return a table: its head, a line of cells each, what follows, and where the rows in it were measured."""
+    rule = "|---" * (head.count("|") + 1) + "|"
+    written = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([f"| {head} |", rule, *written, "", *more, *_machines(found)])
 
 
 def _machines(entries: list[Row]) -> list[str]:

@@ -28,12 +28,13 @@ os.environ["DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()  # decisions of scopes tha
 import _rows
 import torch
 from _families import FAMILIES, Data
+from _guards import Emulated, interval
 
 import dispatch
 from dispatch import _api
 from dispatch.measuring.guard import Guard
 from dispatch.measuring.watch import LEARNT, SAMPLE
-from dispatch.testing import FakeBackend, fake_timings, registered
+from dispatch.testing import fake_timings, registered
 
 Row = dict[str, Any]
 TOLERANCE = 0.005
@@ -70,27 +71,6 @@ def errors(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> dict[str, flo
         for values, ratio in zip(found.values(), ratios, strict=True):
             values.append(torch.where(off == 0, 0.0, torch.where(ratio.isfinite(), ratio, float("inf"))).amax())
     return {name: float(torch.stack(values).amax()) for name, values in found.items()}
-
-
-class Emulated(FakeBackend):
-    """Products of what the reference quantizer makes, which tells the guard what it made: for a CPU."""
-
-    def plan(self, problem: dispatch.Problem, config: str | None = None) -> dispatch.Plan:
-        """Return the product."""
-        pair, watch = problem.recipe, dispatch.watch()
-        assert pair is not None
-        sides = (("a", pair.a, -1), ("b", pair.b, -2))
-        looks = {side: watch.by_rows(side, recipe, problem.k) for side, recipe, _ in sides} if watch else {}
-
-        def product(a: Any, b: Any, bias: Any = None) -> Any:
-            decoded = {}
-            for (side, recipe, axis), x in zip(sides, (a, b), strict=True):
-                decoded[side] = dispatch.quantize(x, recipe, axis=axis).dequantize("float32")
-                if side in looks:
-                    looks[side](x, decoded[side])
-            return (decoded["a"] @ decoded["b"]).to(a.dtype)
-
-        return product
 
 
 @contextmanager
@@ -223,13 +203,6 @@ def _times(calls: Sequence[Callable[[], Any]], pairs: int) -> list[list[float]]:
     for which, begin, end in events:
         times[which].append(float(begin.elapsed_time(end)) * 1e3)
     return times
-
-
-def interval(off: Sequence[float], on: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of on / off - 1 over pairs, and its 95% interval."""
-    ratios = [y / x - 1 for x, y in zip(off, on, strict=True)]
-    mean, half = statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
-    return mean, mean - half, mean + half
 
 
 def cost(device: str) -> Iterator[Row]:

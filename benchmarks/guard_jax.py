@@ -24,9 +24,10 @@ os.environ["DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()  # chosen however slow it 
 import _rows
 import jax
 import jax.numpy as jnp
+from _guards import Emulated, interval
 
 import dispatch
-from dispatch.testing import FakeBackend, fake_timings, registered
+from dispatch.testing import fake_timings, registered
 
 Row = dict[str, Any]
 SIZES = [(4096, 4096, 4096), (8192, 8192, 8192)]
@@ -34,27 +35,6 @@ SMALL = [(64, 96, 128)]
 PAIRS, CHAIN = 60, 8
 SPAN_US = 5e3
 """About how long one timing is to last."""
-
-
-class Emulated(FakeBackend):
-    """Products of what the reference quantizer makes, which tells the guard what it made: for a CPU."""
-
-    def plan(self, problem: dispatch.Problem, config: str | None = None) -> dispatch.Plan:
-        """Return the product."""
-        pair, watch = problem.recipe, dispatch.watch()
-        assert pair is not None
-        sides = (("a", pair.a, -1), ("b", pair.b, -2))
-        looks = {side: watch.by_rows(side, recipe, problem.k) for side, recipe, _ in sides} if watch else {}
-
-        def product(a: Any, b: Any, bias: Any = None) -> Any:
-            decoded = {}
-            for (side, recipe, axis), x in zip(sides, (a, b), strict=True):
-                decoded[side] = dispatch.quantize(x, recipe, axis=axis).dequantize("float32")
-                if side in looks:
-                    looks[side](x, decoded[side])
-            return (decoded["a"] @ decoded["b"]).astype(problem.out_dtype)
-
-        return product
 
 
 @contextmanager
@@ -131,13 +111,6 @@ def timed(
             else:
                 repeats[name] = max(2, round(SPAN_US / took_us))
     return spent, {name: statistics.median(times) for name, times in host.items()}
-
-
-def interval(off: Sequence[float], on: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of on / off - 1 over pairs, and its 95% interval."""
-    ratios = [y / x - 1 for x, y in zip(off, on, strict=True)]
-    mean, half = statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
-    return mean, mean - half, mean + half
 
 
 def cost(sizes: Sequence[tuple[int, int, int]]) -> Iterator[Row]:

@@ -40,7 +40,7 @@ _autocast = torch._C._is_any_autocast_enabled
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One product in generated code. given: the arguments that come with each call. stated: the constant ones.
+    """One product in generated code. given: the tensors that come with each call. stated: the constant arguments.
 
     layouts: dtype, device, sizes and strides of each tensor where all are static, else empty.
     """
@@ -106,21 +106,23 @@ def _operands(arguments: dict[str, Any]) -> tuple[Any, Any]:
 
 def _bound(plan: Plan, site: Site, a: Any, b: Any) -> Plan | None:
     """Return `plan` for the values of a site's calls, or None where a prepared operand lives no more."""
-    names = {*site.given, *site.stated}
-    prepared = [x for x in ("prepared_a", "prepared_b") if x in names]
-    if not prepared and not {"form_a", "form_b"} & names:
+    prepared = [name in site.stated for name in ("prepared_a", "prepared_b")]
+    if not any(prepared) and not {"form_a", "form_b"} & site.stated.keys():
         return plan
-    if any(not isinstance(x, PreparedOperand) for x, name in ((a, "prepared_a"), (b, "prepared_b")) if name in names):
+
+    def gone(x: Any, y: Any) -> bool:
+        return any(one and not isinstance(z, PreparedOperand) for one, z in zip(prepared, (x, y), strict=True))
+
+    if gone(a, b):
         return None
-    if prepared == ["prepared_b"] and "prepared_b" in site.stated and site.given in (("a", "b"), ("a", "b", "bias")):
+    if prepared == [False, True] and site.given in (("a", "b"), ("a", "b", "bias")):
         return _weighted(plan)
 
     def product(*values: Any) -> Any:
         arguments = site.arguments(values)
         x, y = _operands(arguments)
-        for name, operand in (("prepared_a", x), ("prepared_b", y)):
-            if name in names and not isinstance(operand, PreparedOperand):
-                raise _GoneError
+        if gone(x, y):
+            raise _GoneError
         bias = arguments.get("bias")
         return plan(x, y) if bias is None else plan(x, y, bias)
 
@@ -210,15 +212,13 @@ def _site(args: Any, kwargs: dict[str, Any]) -> tuple[Site, list[Any]]:
     given: dict[str, Any] = {}
     stated: dict[str, Any] = {}
     for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Integer:
-            value = int(value.node.expr)
         if isinstance(value, torch.dtype):
             value = str(value).removeprefix("torch.")
-        if isinstance(value, torch.SymInt) or (name in _TENSORS and value is not None):
+        if name in _TENSORS and value is not None:
             given[name] = value
-        elif value is not None and value is not False and (name, value) != ("op", "matmul"):
+        elif value not in (None, False) and (name, value) != ("op", "matmul"):
             stated[name] = value
-    return Site(tuple(given), stated, _layouts([given[x] for x in _TENSORS if x in given])), list(given.values())
+    return Site(tuple(given), stated, _layouts([*given.values()])), [*given.values()]
 
 
 def _layouts(tensors: list[Any]) -> tuple[Any, ...]:

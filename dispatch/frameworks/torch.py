@@ -17,6 +17,7 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
 from dispatch.frameworks import _torch_inductor  # noqa: F401 - it defines the op, for programs that are loaded
+from dispatch.frameworks import _torch_optimizers  # noqa: F401 - it listens to every optimizer's steps
 from dispatch.frameworks import _torch_product as own_product
 from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call, WallClock

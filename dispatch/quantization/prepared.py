@@ -31,9 +31,10 @@ class PreparedOperand:
     """An array and its forms, say quantized ones: made lazily, kept, and made anew when the array has changed.
 
     A change is noticed by the array's in-place version, which torch counts, and by where its memory lies (`.data =`,
-    Module.to()). Neither moves on writes through `.data` or a NumPy alias, by an optimizer replayed in a CUDA graph, or
-    to an inference tensor; NumPy arrays have no version. Call refresh() after those. JAX arrays never change. The array
-    is held, so its memory is not reused. Forms may be used on any CUDA stream; a captured graph goes on reading the
+    Module.to()); torch's optimizers say so themselves, since fused ones move no version. Nothing tells of writes
+    through `.data` or a NumPy alias, by torch.distributed's broadcast and all_reduce, FSDP's gathers or an optimizer
+    replayed in a CUDA graph, or to an inference tensor; NumPy arrays have no version. Call refresh() after those. JAX
+    arrays never change. The array is held, so its memory is not reused. Forms may be used on any CUDA stream; a captured graph goes on reading the
     forms that there were when it was captured.
 
     With JAX it is a pytree of the array alone: what an optimizer, vmap or a checkpoint does to the leaf leaves no form

@@ -110,6 +110,30 @@ def test_forms_follow_an_array_changed_in_place(change, view):
     assert torch.equal(decoded(prepared, make), view(w).detach())
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("view", [lambda w: w, lambda w: w.mT, lambda w: w[2:]], ids=["weight", "transposed", "part"])
+def test_forms_follow_a_fused_optimizer_which_moves_no_version(optimizer, view):
+    w = torch.nn.Parameter(torch.ones(4, 8))
+    prepared, make = prepare(view(w)), Counting()
+    step = getattr(torch.optim, optimizer)([w], lr=0.5, fused=True).step
+    w.grad = torch.ones_like(w)
+    for calls in (1, 2):
+        assert torch.equal(decoded(prepared, make), view(w).detach())
+        assert make.calls == calls
+        step()
+    assert torch.equal(decoded(prepared, make), view(w).detach())
+
+
+def test_a_form_of_a_frozen_weight_outlives_the_steps_of_others():
+    frozen, w = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False), torch.nn.Parameter(torch.ones(4, 8))
+    prepared, make = prepare(frozen), Counting()
+    decoded(prepared, make)
+    w.grad = torch.ones_like(w)
+    torch.optim.SGD([frozen, w], lr=0.5, fused=True).step()
+    decoded(prepared, make)
+    assert make.calls == 1
+
+
 def test_all_forms_are_dropped_when_the_array_changes():
     w = torch.ones(4, 8)
     prepared = prepare(w)

@@ -140,10 +140,10 @@ def _key(call: Request, options: Options) -> Hashable | None:
     return own, facts, bias, call.activation, call.out_dtype, call.op, options.backend, options.scope, options.policy
 
 
-def _facts(call: Request, operand: Any) -> Hashable:
-    if isinstance(operand, ScaledArray):
-        return operand.recipe, operand.axis, operand.dtype, call.room.modes(operand.scale)
-    return isinstance(operand, PreparedOperand)
+def _facts(call: Request, x: Any) -> Hashable:
+    if isinstance(x, ScaledArray):
+        return x.recipe, x.axis, call.room.effective(x.data, x.dtype), call.room.modes(x.scale)
+    return isinstance(x, PreparedOperand)
 
 
 def _remember(key: Hashable, call: Request, resolved: Resolved) -> None:

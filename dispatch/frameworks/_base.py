@@ -88,8 +88,11 @@ class Framework(Protocol):
     def modes(self, *arrays: Array) -> tuple[str, ...]:
         """Return which of problem.MODES hold now for a call with these arrays."""
 
-    def effective(self, array: Array) -> str:
-        """Return the dtype that the native product would compute in: autocast's, else the array's."""
+    def effective(self, array: Array, dtype: str | None = None) -> str:
+        """Return the dtype that the native product would compute in: autocast's, else the array's.
+
+        dtype: of what the array is decoded to before it is multiplied, if it is.
+        """
 
     def asarray(self, values: NDArray[Any], like: Array) -> Array:
         """Return NumPy values as an array on the device of `like`."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dispatch._backend import Plan
-from dispatch._problem import Problem
+from dispatch._problem import Operand, Problem
 from dispatch.frameworks._base import Again
 from dispatch.frameworks._torch_product import derivative
 from dispatch.quantization.prepared import PreparedOperand
@@ -26,12 +27,13 @@ def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None
     seen: filled with who serves them, once that is known.
     """
     found: Seen = {} if seen is None else seen
+    dtypes = _computed(problem.a), _computed(problem.b)
 
     def once_more(a: Tensor, b: Any, op: str) -> Any:
         return again(a, b, op, found)
 
     def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
-        out: Tensor = _Product.apply(_array(a), _array(b), bias, (a, b, plan, problem.activation, once_more))
+        out: Tensor = _Product.apply(_array(a), _array(b), bias, (a, b, plan, problem.activation, once_more, dtypes))
         return out
 
     return product
@@ -66,7 +68,8 @@ def gradients(
 
     a is needed for b's gradient, b for a's, and both and the bias where there is an activation: the product is then
     made anew. like: shape and dtype of each operand that has a gradient, else None. Shapes are those of torch.matmul.
-    weight: b as it was prepared, if it was; what it is quantized to for a's gradient is kept like any form of it.
+    weight: the prepared operand that b is of, if it is; what that is quantized to for a's gradient is kept like any
+    form of it.
     """
     if activation is not None:
         assert a is not None
@@ -91,8 +94,10 @@ def _dgrad(
     shape, dtype = like
     columns, rows = _matrix(b, 1), len(shape) == 1
     grad = _grad_matrix(grad, rows, b.dim() == 1)
-    if weight is not None and grad.dtype == b.dtype and not b.is_complex() and _is(b, weight.array):
-        out = again(grad.flatten(0, -2), weight.turned(), "dgrad")
+    if weight is not None and grad.dtype == b.dtype and not b.is_complex():
+        cast = weight.array.dtype != b.dtype
+        with torch.autocast(b.device.type, b.dtype) if cast else nullcontext():
+            out = again(grad.flatten(0, -2), weight.turned(), "dgrad")
         return out.reshape(shape).to(dtype)
     if columns.dim() == 2 and grad.dim() > 2:  # many rows are one product
         grad = grad.flatten(0, -2)
@@ -140,6 +145,11 @@ def _as_large(grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     return (grad.real if grad.is_complex() and not dtype.is_complex else grad).to(dtype)
 
 
+def _computed(operand: Operand) -> torch.dtype:
+    """Return the dtype that an operand of a forward product was multiplied in: autocast's, if that cast it."""
+    return getattr(torch, operand.dtype)  # type: ignore[no-any-return]
+
+
 def _array(operand: Any) -> Any:
     """Return the tensor that a gradient goes to: a prepared operand's own array."""
     return operand if isinstance(operand, Tensor) else getattr(operand, "array", None)
@@ -148,19 +158,19 @@ def _array(operand: Any) -> Any:
 class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(a: Tensor | None, b: Tensor | None, bias: Tensor | None, rest: tuple[Any, ...]) -> Tensor:
-        given_a, given_b, plan, _, _ = rest
+        given_a, given_b, plan, *_ = rest
         out: Tensor = plan(given_a, given_b) if bias is None else plan(given_a, given_b, bias)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, bias, (given_a, given_b, _, activation, again) = inputs
+        a, b, bias, (given_a, given_b, _, activation, again, dtypes) = inputs
         need_a, need_b = ctx.needs_input_grad[:2]
         every = activation is not None  # the product is made anew
         ctx.save_for_backward(a if need_b or every else None, b if need_a or every else None, bias if every else None)
         ctx.like = likes(ctx, a, b, bias)
         ctx.scaled = (None if a is not None else given_a, None if b is not None else given_b)
-        ctx.activation, ctx.again = activation, again
+        ctx.activation, ctx.again, ctx.dtypes = activation, again, dtypes
         ctx.weight = given_b if isinstance(given_b, PreparedOperand) else None
 
     @staticmethod
@@ -168,7 +178,9 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         a, b, bias = ctx.saved_tensors
         a = ctx.scaled[0].dequantize() if ctx.scaled[0] is not None else a
         b = ctx.scaled[1].dequantize() if ctx.scaled[1] is not None else b
-        return *gradients(grad, a, b, bias, ctx.like, ctx.activation, ctx.again, ctx.weight), None
+        weight = ctx.weight if ctx.weight is not None and b is not None and _is(b, ctx.weight.array) else None
+        a, b = (x if x is None else x.to(dtype) for x, dtype in zip((a, b), ctx.dtypes, strict=True))
+        return *gradients(grad, a, b, bias, ctx.like, ctx.activation, ctx.again, weight), None
 
 
 def likes(ctx: Any, *operands: Tensor | None) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:

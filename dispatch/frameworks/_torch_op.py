@@ -42,8 +42,12 @@ _functorch = torch._C._functorch.peek_interpreter_stack
 
 
 def form(x: ScaledArray) -> str:
-    """Return all of a ScaledArray that is no tensor, as the op's form_a and form_b; Dynamo takes no f-string here."""
-    return ",".join((str(x.recipe), str(x.axis), x.dtype))
+    """Return all of a ScaledArray that is no tensor, as the op's form_a and form_b; Dynamo takes no f-string here.
+
+    Its dtype is autocast's, where that would cast what it is decoded to.
+    """
+    dtype = str(effective(x.data, getattr(torch, x.dtype))).removeprefix("torch.")
+    return ",".join((str(x.recipe), str(x.axis), dtype))
 
 
 def _operand(x: Tensor, scale: Tensor | None, form: str | None, prepared: bool | None) -> Any:

@@ -51,11 +51,15 @@ def without_autocast(x: Tensor) -> Any:
     return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
 
 
-def effective(x: Tensor) -> torch.dtype:
-    """Return autocast's dtype where it would cast this tensor, else its own."""
-    if autocasting(x) and x.is_floating_point() and x.dtype is not torch.float64 and x.element_size() > 1:
+def effective(x: Tensor, own: torch.dtype | None = None) -> torch.dtype:
+    """Return autocast's dtype where it would cast this tensor, else its own.
+
+    own: the dtype that x is decoded to before, if it is.
+    """
+    own = x.dtype if own is None else own
+    if autocasting(x) and own.is_floating_point and own is not torch.float64 and own.itemsize > 1:
         return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    return own
 
 
 def decoded_dtype(own: torch.dtype, other: torch.dtype) -> torch.dtype:

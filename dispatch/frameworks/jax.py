@@ -113,9 +113,9 @@ class JaxRoom:
         """Return `traced` for tracers."""
         return ("traced",) if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)) else ()
 
-    def effective(self, array: Array) -> str:
-        """Return the array's dtype."""
-        return self.dtype_name(array)
+    def effective(self, array: Array, dtype: str | None = None) -> str:
+        """Return the array's dtype, or `dtype`, what it is decoded to."""
+        return dtype or self.dtype_name(array)
 
     def asarray(self, values: NDArray[Any], like: Array) -> Array:
         """Return the values on the device of `like`."""

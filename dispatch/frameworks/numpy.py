@@ -100,9 +100,9 @@ class NumpyRoom:
         """Return (): nothing traces or differentiates NumPy."""
         return ()
 
-    def effective(self, array: NDArray[Any]) -> str:
-        """Return the array's dtype."""
-        return self.dtype_name(array)
+    def effective(self, array: NDArray[Any], dtype: str | None = None) -> str:
+        """Return the array's dtype, or `dtype`, what it is decoded to."""
+        return dtype or self.dtype_name(array)
 
     def asarray(self, values: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
         """Return the values."""

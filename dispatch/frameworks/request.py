@@ -61,8 +61,7 @@ def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any, o
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
     a, b = _facing("a", _with_values(room, a), -1), _facing("b", _with_values(room, b), -2)
-    shape_a, shape_b = tuple(array_of(a).shape), tuple(array_of(b).shape)
-    shapes = Shapes.of(shape_a, shape_b, fold=not isinstance(a, ScaledArray | PreparedOperand))
+    shapes = _shapes(array_of(a), array_of(b), fold=not isinstance(a, ScaledArray | PreparedOperand))
     if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it has to broadcast to the result's, {shapes.out}")
     if bias is not None and room.dtype_name(bias).startswith("complex"):
@@ -187,6 +186,13 @@ def _with_values(room: Framework, operand: Any) -> Any:
     return operand.array if traced else operand
 
 
+def _shapes(a: Any, b: Any, fold: bool) -> Shapes | None:
+    try:
+        return Shapes.of(tuple(a.shape), tuple(b.shape), fold=fold)
+    except RuntimeError:  # a nested tensor of torch has none
+        return None
+
+
 def _facing(side: str, operand: Any, axis: int) -> Any:
     """Return a ScaledArray whose groups run along this side's contraction axis, or raise ValueError."""
     if not isinstance(operand, ScaledArray) or operand.axis == axis or operand.ndim == 1:
@@ -205,7 +211,7 @@ def _operand(room: Framework, operand: Any, shape: tuple[int, ...]) -> Operand:
     facts = room.operand(array if array.ndim > 1 else room.xp.reshape(array, shape))
     facts = replace(facts, batch=shape[:-2])
     if isinstance(operand, ScaledArray):
-        return replace(facts, dtype=operand.dtype, recipe=operand.recipe)
+        return replace(facts, dtype=room.effective(array, operand.dtype), recipe=operand.recipe)
     return replace(facts, prepared=isinstance(operand, PreparedOperand))
 
 

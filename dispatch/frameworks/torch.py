@@ -16,8 +16,10 @@ from torch.autograd import forward_ad
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks import _torch_autograd as autograd
-from dispatch.frameworks import _torch_inductor  # noqa: F401 - it defines the op, for programs that are loaded
-from dispatch.frameworks import _torch_optimizers  # noqa: F401 - it listens to every optimizer's steps
+from dispatch.frameworks import (
+    _torch_inductor,  # noqa: F401 - it defines the op, for programs that are loaded
+    _torch_optimizers,  # noqa: F401 - it listens to every optimizer's steps
+)
 from dispatch.frameworks import _torch_product as own_product
 from dispatch.frameworks._base import Again, Forms
 from dispatch.frameworks._clock import Call, WallClock
@@ -53,8 +55,8 @@ class TorchRoom:
         """Return dtypes, shapes, strides, devices and the modes that matter, and `extra`.
 
         None, and so the native product, where something else interprets the call: functorch transforms, forward-mode
-        AD, a dispatch mode (fake tensors, make_fx, export), torch.jit.trace, a subclass or a sparse tensor. Dynamo
-        never comes here: it traces what frameworks/compiled.py has.
+        AD, a dispatch mode (fake tensors, make_fx, export), torch.jit.trace, a subclass, a sparse or a nested tensor.
+        Dynamo never comes here: it traces what frameworks/compiled.py has.
         """
         if _modes() or _functorch() is not None or forward_ad._current_level >= 0 or _tracing() is not None:
             return None
@@ -62,7 +64,10 @@ class TorchRoom:
             return None
         if _batched(a) or _batched(b):
             return None
-        layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
+        try:
+            layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
+        except RuntimeError:  # a nested tensor has no shape
+            return None
         grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
         cast = (self.effective(a), self.effective(b)) if _any_autocast() else None
         return a.dtype, b.dtype, layouts, a.device, b.device, grad, cast, extra
@@ -128,9 +133,10 @@ class TorchRoom:
         grad = _grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
         return (("captured",) if _captured(arrays[0]) else ()) + (("differentiated",) if grad else ())
 
-    def effective(self, array: Tensor) -> str:
-        """Return autocast's dtype where it would cast this tensor, else its own."""
-        return _dtype_name(own_product.effective(array) if _any_autocast() else array.dtype)
+    def effective(self, array: Tensor, dtype: str | None = None) -> str:
+        """Return autocast's dtype where it would cast this tensor, or what it is decoded to; else the own one."""
+        own = array.dtype if dtype is None else self.dtype(dtype)
+        return _dtype_name(own_product.effective(array, own) if _any_autocast() else own)
 
     def asarray(self, values: NDArray[Any], like: Tensor) -> Tensor:
         """Return the values on the device of `like`; ml_dtypes' dtypes become torch's."""

@@ -34,8 +34,8 @@ class PreparedOperand:
     Module.to()); torch's optimizers say so themselves, since fused ones move no version. Nothing tells of writes
     through `.data` or a NumPy alias, by torch.distributed's broadcast and all_reduce, FSDP's gathers or an optimizer
     replayed in a CUDA graph, or to an inference tensor; NumPy arrays have no version. Call refresh() after those. JAX
-    arrays never change. The array is held, so its memory is not reused. Forms may be used on any CUDA stream; a captured graph goes on reading the
-    forms that there were when it was captured.
+    arrays never change. The array is held, so its memory is not reused. Forms may be used on any CUDA stream; a
+    captured graph goes on reading the forms that there were when it was captured.
 
     With JAX it is a pytree of the array alone: what an optimizer, vmap or a checkpoint does to the leaf leaves no form
     behind that is of another array. So an argument of a jitted function is quantized in each call; one that the

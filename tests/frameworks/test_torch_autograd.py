@@ -311,6 +311,91 @@ def test_autocast_gives_its_dtype_and_gradients_the_operands(dtype: Any, serving
     same(fused.double(), functional.relu(operands[0].double() @ operands[1].double() + bias), rtol=0.02, atol=0.05)
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("prepared", ["a", "b"])
+def test_prepared_weights_under_autocast(activation: str | None, prepared: str, serving: Any) -> None:
+    def call(a: Any, b: Any, bias: Any) -> Any:
+        x, y = (dispatch.prepare(v) if name == prepared else v for name, v in (("a", a), ("b", b)))
+        with torch.autocast("cpu", torch.bfloat16):
+            return dispatch.matmul(x, y, bias=bias, activation=activation)
+
+    def own(a: Any, b: Any, bias: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ACTIVATE[activation]((a @ b).float() + bias).bfloat16()
+
+    operands = [tensor((3, 8), 0, torch.float32), tensor((8, 5), 1, torch.float32), tensor((5,), 2, torch.float32)]
+    with serving():
+        found, grads = gradients(call, operands)
+    assert found.dtype == torch.bfloat16
+    wanted, wanted_grads = gradients(own, operands)
+    same(found, wanted, rtol=0.02, atol=0.02)
+    same(grads, wanted_grads, rtol=0.02, atol=0.05)
+
+
+class Preparing(FakeBackend):
+    """Keeps a record of what it served, and counts the forms that it made."""
+
+    def __init__(self) -> None:
+        super().__init__("preparing", recipes=("e4m3:row",))
+        self.problems: list[Any] = []
+        self.prepared = 0
+
+    def prepare(self, operand: Any, recipe: Any, *, axis: int) -> Any:
+        self.prepared += 1
+        return operand
+
+    def plan(self, problem: Any, config: str | None = None) -> Any:
+        def product(a: Any, b: Any) -> Any:
+            self.problems.append(problem)
+            return (a.float() @ b.float()).bfloat16()
+
+        return product
+
+
+def test_a_prepared_weight_is_quantized_once_for_steps_under_autocast() -> None:
+    """The backward pass too multiplies in autocast's dtype, by the forms that it made before."""
+    backend, weight = Preparing(), torch.nn.Parameter(tensor((16, 32), 1, torch.float32).detach())
+    prepared = dispatch.prepare(weight.mT)
+    times = fake_timings({"baseline": 100.0, "preparing": 1.0})
+    after_measuring = 0
+    with registered(backend), times, dispatch.use_policy(recipes={"allow": ["e4m3:row"]}):
+        for seed in range(3):
+            x = tensor((8, 32), seed, torch.float32)
+            with torch.autocast("cpu", torch.bfloat16):
+                out = dispatch.matmul(x, prepared)
+            out.backward(tensor((8, 16), 9 + seed, torch.bfloat16, False))
+            assert x.grad.dtype == weight.grad.dtype == torch.float32
+            after_measuring = backend.prepared if seed == 0 else after_measuring
+    assert {p.op for p in backend.problems} == {"matmul", "dgrad", "wgrad"}
+    assert {p.a.dtype for p in backend.problems} == {"bfloat16"}
+    assert backend.prepared == after_measuring
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_scaled_arrays_under_autocast(activation: str | None, compiled: bool, serving: Any) -> None:
+    """A ScaledArray is cast as what it decodes to would be, whichever dtype is autocast's."""
+    weight = dispatch.quantize(tensor((32, 16), 1, torch.float32, grad=False), "e4m3:row", axis=-2)
+    rows = dispatch.quantize(tensor((4, 32), 2, torch.float32, grad=False), "e4m3:row")
+    x = tensor((4, 32), 2, torch.float32)
+
+    def call(a: Any) -> Any:
+        return dispatch.matmul(a, weight, activation=activation)
+
+    torch._dynamo.reset()
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    with serving():
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                found, (grad,) = gradients(run, [x])
+                assert run(rows).dtype == found.dtype == dtype
+                product = ACTIVATE[activation](x @ weight.dequantize())
+            wanted = torch.autograd.grad(product, x, tensor((4, 16), 9, product.dtype, False))
+            same(found.float(), product.detach().float(), rtol=0.02, atol=0.05)
+            same(grad, *wanted, rtol=0.02, atol=0.1)
+        assert run(rows).dtype == torch.float32
+
+
 def test_no_autocast_reaches_into_a_plan(winner: Any) -> None:
     a = tensor((3, 3), 0, torch.float32)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -379,6 +464,17 @@ class TestTransforms:
             same(dispatch.matmul(a, b, activation="relu"), torch.full((3, 5), 4.0))
             found = dispatch.matmul(a, b, bias=bias.as_subclass(Named), activation="relu")
         same(found.as_subclass(torch.Tensor), torch.full((3, 5), 5.0))
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    def test_nested_tensors(self, serving: Any) -> None:
+        parts, weight = [tensor((3, 8), 0), tensor((5, 8), 1)], tensor((8, 4), 2)
+        with serving():
+            dispatch.matmul(parts[0], weight)  # so that tensors are looked up at once
+            for layout in (torch.strided, torch.jagged):
+                x = torch.nested.nested_tensor(parts, layout=layout)
+                y = torch.nested.nested_tensor([weight, weight]) if layout is torch.strided else weight
+                for found, part in zip(dispatch.matmul(x, y).unbind(), parts, strict=True):
+                    same(found, part @ weight)
 
     @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
     def test_sparse_tensors(self, serving: Any) -> None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Float64 = NDArray[np.float64]
 ROWS = 64  # sampled in all
-BATCHES = 4  # entries of a batch that they are taken from
+BATCHES = 4  # entries of a batch that they are taken from, where these have rows enough
+VALUES = 1 << 27  # of b, that more entries may have
 Rows = tuple[tuple[tuple[int, ...], NDArray[np.int64]], ...]
 """Rows of a result: indices of batch entries, and for each which rows."""
 
@@ -53,8 +54,9 @@ def truth(room: Framework, problem: Problem, a: Any, b: Any, bias: Any = None, a
     """
     rows, parts, flat = [], [], True
     extra = _bias_rows(room, problem, bias)
-    entries = _batch_entries(problem.batch)
-    sampled = ((x, _choose_rows(room, a[_own(x, a)], ROWS // len(entries))) for x in entries)
+    entries = _batch_entries(problem)
+    each = -(-ROWS // len(entries))
+    sampled = ((x, _choose_rows(room, a[_own(x, a)], each)) for x in entries)
     for index, chosen in asked or sampled:
         left, right = a[_own(index, a)], b[_own(index, b)]
         a_rows = left[room.asarray(chosen, left)]
@@ -108,11 +110,18 @@ def _worst(numerator: Float64, denominator: Float64) -> float:
     return float(ratio.max(initial=0.0))
 
 
-def _batch_entries(batch: tuple[int, ...]) -> list[tuple[int, ...]]:
-    if not batch:
+def _batch_entries(problem: Problem) -> list[tuple[int, ...]]:
+    """Return entries of the batch, the first and the last among them: as many as have ROWS rows, if b is not too large.
+
+    Each has to be converted to float64, with all of its b.
+    """
+    if not problem.batch:
         return [()]
-    flat = np.unique(np.linspace(0, math.prod(batch) - 1, BATCHES).astype(np.int64))
-    return [tuple(int(i) for i in np.unravel_index(at, batch)) for at in flat]
+    count = math.prod(problem.batch)
+    wanted = max(BATCHES, min(-(-ROWS // max(1, problem.m)), VALUES // max(1, problem.k * problem.n)))
+    inner = np.random.default_rng(count).permutation(np.arange(1, count - 1))[: wanted - 2]
+    flat = np.unique(np.concatenate([[0, count - 1], inner]))
+    return [tuple(int(i) for i in np.unravel_index(at, problem.batch)) for at in flat]
 
 
 def _own(index: tuple[int, ...], operand: Any) -> tuple[int, ...]:

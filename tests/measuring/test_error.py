@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch import Operand, Problem, framework
+from dispatch.measuring import error
 from dispatch.measuring.error import BATCHES, ROWS, compare, finite_fault, truth
 
 NUMPY = framework("numpy")
@@ -217,6 +218,22 @@ def test_entries_of_a_batch_are_sampled_the_first_and_the_last_among_them(batch_
     ruined = (a @ b).copy()
     ruined[entries[-1]] = 0
     assert compare(found.sampled(NUMPY, ruined), found.values).similarity_loss == 1.0
+
+
+@pytest.mark.parametrize("m", [1, 3, 16])
+def test_where_entries_of_a_batch_have_few_rows_more_of_them_are_sampled(m):
+    batch = (10, 100)
+    a, b = normal(*batch, m, 16), normal(100, 16, 4, seed=1)
+    found = truth(NUMPY, problem(m, 4, 16, batch_a=batch, batch_b=(100,)), a, b)
+    assert sum(len(rows) for _, rows in found.rows) >= ROWS
+    assert len({index for index, _ in found.rows}) == len(found.rows) == -(-ROWS // m)
+    assert compare(found.sampled(NUMPY, a @ b), found.values).relative_l2 < 1e-6
+
+
+def test_not_where_they_have_large_right_operands(monkeypatch):
+    monkeypatch.setattr(error, "VALUES", 16 * 4 * 10)
+    a, b = normal(100, 1, 16), normal(100, 16, 4, seed=1)
+    assert len(truth(NUMPY, problem(1, 4, 16, batch_a=(100,), batch_b=(100,)), a, b).rows) == 10
 
 
 # What says nothing of other data

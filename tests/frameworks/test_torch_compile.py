@@ -315,6 +315,49 @@ class TestOperands:
         same(out, a @ b)
         assert out.is_contiguous()
 
+    def test_row_major_fp8(self, serving: Any) -> None:
+        """B19 (pytorch/pytorch#191140): compiled functions take the layouts that eager calls do."""
+        a, b = (tensor(shape).to(torch.float8_e4m3fn) for shape in ((16, 32), (32, 24)))
+        with serving():
+            for y in (b, b.mT.contiguous().mT):
+                for dtype in (None, torch.float32):
+
+                    def call(x: Any, y: Any, dtype: Any = dtype) -> Any:
+                        return dispatch.matmul(x, y, out_dtype=dtype)
+
+                    torch._dynamo.reset()
+                    assert torch.equal(graph(call)(a, y), call(a, y))
+
+    @pytest.mark.parametrize("shape", [(64, 64), (3, 16, 16)])
+    def test_one_array_on_both_sides(self, serving: Any, shape: Any) -> None:
+        """B22 (pytorch/pytorch#105212): x @ x and x @ x.mT, also with gradients."""
+        for other in (lambda x: x, lambda x: x.mT):
+            torch._dynamo.reset()
+            with serving():
+                found = gradients(graph(lambda x, other=other: dispatch.matmul(x, other(x))), [tensor(shape)])
+            same(found, gradients(lambda x, other=other: x @ other(x), [tensor(shape)]))
+
+    def test_every_keyword_in_a_sequential_of_dynamic_shapes(self, serving: Any) -> None:
+        """B59 (pytorch/pytorch#159023): no graph break, and no compilation for each m."""
+
+        weight = tensor((8, 8), 1, torch.float32)
+
+        class Layer(torch.nn.Module):
+            def forward(self, x: Any) -> Any:
+                rest = {"policy": "default", "scope": "s", "activation": "gelu"}
+                return dispatch.matmul(x, weight, bias=x[0], out_dtype=torch.float32, **rest)
+
+        counter = CompileCounterWithBackend("aot_eager")
+        layers = torch.nn.Sequential(Layer(), Layer())
+        compiled = torch.compile(layers, backend=counter, fullgraph=True, dynamic=True)
+        with serving():
+            for m in (8, 9, 17, 33, 64):
+                x = tensor((m, 8), 0, torch.float32).detach()
+                found = compiled(x)
+                assert found.dtype == torch.float32
+                same(found, layers(x), rtol=1e-4, atol=1e-4)
+        assert counter.frame_count <= 2
+
     def test_what_does_not_multiply_raises(self, serving: Any) -> None:
         with serving(), pytest.raises((RuntimeError, Unsupported), match=r"mat1 and mat2|shapes|size"):
             graph(product)(tensor((3, 4)), tensor((3, 4)))

@@ -90,6 +90,34 @@ class TestCapture:
         graph.replay()
         assert 0.005 < rel(out, a.double() @ b.double()) < LOSSY
 
+    @pytest.mark.parametrize("name", ["cublas", "triton_tma_fp8"])
+    @pytest.mark.parametrize("prepared", [False, True])
+    def test_later_and_larger_products_leave_a_captured_ones_memory_alone(self, name: str, prepared: bool) -> None:
+        """B61 (flashinfer-ai/flashinfer#4398, vllm-project/vllm#52553): what a graph reads and writes never moves."""
+        x, b = randn(64, 256), randn(256, 256, seed=1)
+        w = dispatch.prepare(b) if prepared else b
+        only = dispatch.use_policy(recipes={"allow": ["e4m3:row"]}, backends={"allow": [name, "bf16_fallback"]})
+        dispatch.clear_store()
+        with only, fake_timings({name: 1.0, "baseline": 100.0}, device_time=True):
+            for _ in range(3):
+                dispatch.matmul(x, w)
+            assert dispatch.explain(x, w).backend == name
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = dispatch.matmul(x, w)
+            for n in (1024, 4096, 8192):
+                dispatch.matmul(randn(n, 1024), randn(1024, n, seed=2))
+                dispatch.matmul(randn(16, n), randn(n, 512, seed=2))  # few rows, and k in parts
+        dispatch.clear_store()
+        torch.cuda.empty_cache()
+        filled = [torch.full((1 << 24,), 5.0, device="cuda") for _ in range(6)]
+        x.copy_(randn(64, 256, seed=3))
+        for _ in range(50):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert rel(out, x.double() @ b.double()) < LOSSY
+        assert all((values == 5.0).all() for values in filled)
+
     def test_forward_and_backward_in_one_graph(self, fp8: None) -> None:
         x, w = randn(64, 128, grad=True), randn(128, 96, seed=1, grad=True)
         grad = randn(64, 96, seed=2)

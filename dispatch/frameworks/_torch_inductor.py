@@ -36,6 +36,7 @@ _active = _in_force.get
 _around_backward = _torch_op.around_backward
 _modes = torch._C._len_torch_dispatch_stack
 _autocast = torch._C._is_any_autocast_enabled
+_deterministic = torch._C._get_deterministic_algorithms
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Site:
 
 def direct(site: str, *values: Any) -> Tensor:
     """Return the product of a call in generated code, by the plan that is known for this site under the policy."""
-    plan = _known.get((site, _active() or _around_backward()))
+    plan = _known.get((site, _active() or _around_backward(), _deterministic()))
     if plan is not None and not _modes() and not _autocast():
         try:
             out: Tensor = plan(*values).contiguous()
@@ -96,7 +97,7 @@ def _remember(site: str, found: Site, arguments: dict[str, Any]) -> None:
     parts = (arguments.get(name) for name in ("bias", "activation", "out_dtype", "op"))
     plan = _api._young.get(_api._key(request(x, y, *parts), options))
     if plan is not None and (bound := _bound(plan, found, x, y)) is not None:
-        _api._table.keep_compiled((site, _active() or _around_backward()), bound)
+        _api._table.keep_compiled((site, _active() or _around_backward(), _deterministic()), bound)
 
 
 def _operands(arguments: dict[str, Any]) -> tuple[Any, Any]:

@@ -38,6 +38,7 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _functorch = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
 _modes = torch._C._len_torch_dispatch_stack
+_deterministic = torch._C._get_deterministic_algorithms
 _batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched maps over
 
 
@@ -70,7 +71,7 @@ class TorchRoom:
             return None
         grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
         cast = (self.effective(a), self.effective(b)) if _any_autocast() else None
-        return a.dtype, b.dtype, layouts, a.device, b.device, grad, cast, extra
+        return a.dtype, b.dtype, layouts, a.device, b.device, grad, cast, _deterministic(), extra
 
     def dtype_name(self, array: Tensor) -> str:
         """Return the dtype's name."""

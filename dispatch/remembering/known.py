@@ -14,7 +14,7 @@ class KnownCalls:
 
     Two generations: what is used lives in `young`; when that is full it becomes `old`, and what is not used again
     from there goes with it. `served` has the backend of every known call that a plugin serves. `compiled` has the
-    plans of products in compiled code, by product and policy.
+    plans of products in compiled code, by product, policy and whether algorithms have to be deterministic.
     """
 
     def __init__(self) -> None:

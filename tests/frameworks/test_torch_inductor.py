@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import dispatch
+from dispatch import Rejection
 from dispatch.testing import FakeBackend, fake_timings, registered
 
 torch = pytest.importorskip("torch")
@@ -120,6 +121,21 @@ class TestHostCost:
         assert "_run" not in found
 
 
+class Counting(FakeBackend):
+    """The own product, counted."""
+
+    def __init__(self) -> None:
+        super().__init__("counting")
+        self.calls = 0
+
+    def plan(self, problem: Any, config: str | None = None) -> Any:
+        def product(a: Any, b: Any) -> Any:
+            self.calls += 1
+            return torch.matmul(a, b)
+
+        return product
+
+
 class TestChoice:
     def test_follows_the_policy_in_force_and_what_is_forgotten(self, winner: Any) -> None:
         a, b = tensor((3, 4)), tensor((4, 5), 1)
@@ -143,6 +159,36 @@ class TestChoice:
                 served()
                 assert served() == 0
             dispatch.clear_store()
+
+    @pytest.mark.parametrize("way", ["eager", "compiled", "a backward pass"])
+    def test_deterministic_mode_is_a_problem_of_its_own(self, way: str) -> None:
+        """A backend that is not deterministic serves no known call once the mode is on."""
+
+        class Scattering(Counting):
+            def rejections(self, problem: Any) -> list[Rejection]:
+                on = torch.are_deterministic_algorithms_enabled()
+                return [Rejection("mode", "deterministic", "any order of sums")] if on else []
+
+        a, b, backend = tensor((3, 4)), tensor((4, 5), 1), Scattering()
+        ours = compiled(lambda x, y: dispatch.matmul(x, y)) if way == "compiled" else dispatch.matmul
+
+        def served() -> bool:
+            before = backend.calls
+            for _ in range(3):
+                out = ours(a, b)
+                if way == "a backward pass":
+                    out.backward(tensor((3, 5), 2))
+            return bool(backend.calls > before)
+
+        with registered(backend), fake_timings({"counting": 1.0, "baseline": 100.0}):
+            for on in (False, True, False, True):
+                torch.use_deterministic_algorithms(on)
+                try:
+                    with torch.set_grad_enabled(way == "a backward pass"):
+                        a.requires_grad_(way == "a backward pass")
+                        assert served() is not on
+                finally:
+                    torch.use_deterministic_algorithms(False)
 
     def test_takes_policy_scope_and_backend_of_the_product(self, winner: Any) -> None:
         a, b = tensor((3, 4)), tensor((4, 5), 1)

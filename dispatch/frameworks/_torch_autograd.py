@@ -147,7 +147,8 @@ def _as_large(grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 
 def _computed(operand: Operand) -> torch.dtype:
     """Return the dtype that an operand of a forward product was multiplied in: autocast's, if that cast it."""
-    return getattr(torch, operand.dtype)  # type: ignore[no-any-return]
+    dtype: torch.dtype = getattr(torch, operand.dtype)
+    return dtype
 
 
 def _array(operand: Any) -> Any:

@@ -13,6 +13,8 @@ from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._base import Again
 from dispatch.frameworks._torch_product import derivative
+from dispatch.frameworks.operands import decoded_dtype
+from dispatch.frameworks.request import CALLERS
 from dispatch.quantization.prepared import PreparedOperand
 
 Seen = dict[str, str | None]
@@ -27,13 +29,20 @@ def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None
     seen: filled with who serves them, once that is known.
     """
     found: Seen = {} if seen is None else seen
-    dtypes = _computed(problem.a), _computed(problem.b)
+    dtypes = _computed(problem.a, problem.b), _computed(problem.b, problem.a)
 
     def once_more(a: Tensor, b: Any, op: str) -> Any:
         return again(a, b, op, found)
 
     def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
-        out: Tensor = _Product.apply(_array(a), _array(b), bias, (a, b, plan, problem.activation, once_more, dtypes))
+        multiplied: list[bool] = []
+        rest = a, b, plan, problem.activation, once_more, dtypes, multiplied
+        try:
+            out: Tensor = _Product.apply(_array(a), _array(b), bias, rest)
+        except BaseException as error:
+            if multiplied:  # a hook for what is saved raised it
+                setattr(error, CALLERS, True)
+            raise
         return out
 
     return product
@@ -43,9 +52,13 @@ def until_native(plan: Plan, native: Plan, seen: Seen) -> Plan:
     """Return `plan`, which is `native` but for its backward pass, until the own product is known to serve that too."""
 
     def product(a: Tensor, b: Tensor, *bias: Tensor) -> Any:
-        if seen and _own(seen, "dgrad", a) and _own(seen, "wgrad", b):
-            return native(a, b, *bias)
-        return plan(a, b, *bias)
+        try:
+            if seen and _own(seen, "dgrad", a) and _own(seen, "wgrad", b):
+                return native(a, b, *bias)
+            return plan(a, b, *bias)
+        except BaseException as error:
+            setattr(error, CALLERS, True)
+            raise
 
     return product
 
@@ -145,9 +158,9 @@ def _as_large(grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     return (grad.real if grad.is_complex() and not dtype.is_complex else grad).to(dtype)
 
 
-def _computed(operand: Operand) -> torch.dtype:
-    """Return the dtype that an operand of a forward product was multiplied in: autocast's, if that cast it."""
-    dtype: torch.dtype = getattr(torch, operand.dtype)
+def _computed(operand: Operand, other: Operand) -> torch.dtype:
+    """Return the dtype that torch multiplies an operand of a problem in: autocast's, or what raw FP8 is decoded to."""
+    dtype: torch.dtype = getattr(torch, decoded_dtype(operand, other))
     return dtype
 
 
@@ -159,13 +172,14 @@ def _array(operand: Any) -> Any:
 class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(a: Tensor | None, b: Tensor | None, bias: Tensor | None, rest: tuple[Any, ...]) -> Tensor:
-        given_a, given_b, plan, *_ = rest
+        given_a, given_b, plan, *_, multiplied = rest
         out: Tensor = plan(given_a, given_b) if bias is None else plan(given_a, given_b, bias)
+        multiplied.append(True)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, bias, (given_a, given_b, _, activation, again, dtypes) = inputs
+        a, b, bias, (given_a, given_b, _, activation, again, dtypes, _) = inputs
         need_a, need_b = ctx.needs_input_grad[:2]
         every = activation is not None  # the product is made anew
         ctx.save_for_backward(a if need_b or every else None, b if need_a or every else None, bias if every else None)

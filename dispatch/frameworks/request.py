@@ -115,13 +115,17 @@ def own_product(call: Request) -> Plan:
     return undressing(native(problem)) if problem is not None else lambda *operands: refused(call)
 
 
+CALLERS = "of_the_caller"
+"""What a room sets on an error that was raised after the plan had multiplied, by the caller's own code."""
+
+
 def is_callers(call: Request, plan: Plan, error: BaseException) -> bool:
     """Return whether what a plan raised is the caller's own: an interrupt, a framework's control flow, its own product.
 
-    torch's checkpointing ends a recomputation early by an exception out of its saved-tensor hooks; JAX raises
+    torch's hooks for saved tensors may raise, as checkpointing does to end a recomputation early; JAX raises
     FloatingPointError for what jax_debug_nans and jax_debug_infs find, in any product.
     """
-    if isinstance(error, KeyboardInterrupt | FloatingPointError) or type(error).__module__ == "torch.utils.checkpoint":
+    if isinstance(error, KeyboardInterrupt | FloatingPointError) or getattr(error, CALLERS, False):
         return True
     problem = describe(call)
     return problem is None or plan is native(problem)

@@ -206,8 +206,10 @@ class TorchRoom:
 
     def _product_alone(self, problem: Problem, again: Again, seen: dict[str, str | None]) -> Plan:
         """Return the own product with a dispatched backward pass; what follows it keeps torch's own."""
+        from dispatch.frameworks.operands import native
+
         bare = replace(problem, bias=None, activation=None)
-        product = autograd.differentiable(self.native(bare), bare, again, seen)
+        product = autograd.differentiable(native(bare), bare, again, seen)
         if problem.bias is None and problem.activation is None:
             return product
         return lambda a, b, bias=None: self.epilogue(product(a, b), problem, bias)

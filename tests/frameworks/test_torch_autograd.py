@@ -205,6 +205,55 @@ def test_checkpointing(reentrant: bool, serving: Any) -> None:
     same(found, gradients(lambda a, b, c: functional.gelu(a @ b + c), operands))
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_what_a_hook_for_saved_tensors_raises_is_the_callers(known: bool, winner: Any) -> None:
+    class OffloadError(Exception):
+        pass
+
+    def pack(x: Any) -> Any:
+        raise OffloadError
+
+    a, b = tensor((3, 4), 0), tensor((4, 5), 1)
+    if known:
+        dispatch.matmul(a, b)
+    with pytest.raises(OffloadError), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        dispatch.matmul(a, b)
+    before = winner.calls
+    dispatch.matmul(a, b).sum().backward()
+    assert winner.calls > before
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_raw_fp8_beside_an_operand_that_is_trained(activation: str | None, serving: Any) -> None:
+    a, b = tensor((4, 16), 0, torch.float32, False).to(torch.float8_e4m3fn), tensor((16, 4), 1, torch.bfloat16)
+    wide = a.bfloat16()
+    with serving():
+        for x, y in ((a, b), (b.mT, a.mT)):
+            found = gradients(lambda x, y: dispatch.matmul(x, y, activation=activation), [x, y])
+            rows, columns = (wide, b) if x is a else (b.mT, wide.mT)
+            wanted = gradients(lambda x, y: ACTIVATE[activation](x @ y), [rows, columns])
+            same(found, wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_a_backward_pass_takes_policy_and_scope_of_its_forward_pass(activation: str | None, winner: Any) -> None:
+    a, b = tensor((3, 4), 0), tensor((4, 5), 1)
+    rule = {"match": {"scope": "head"}, "backends": {"deny": ["winner"]}}
+
+    def served(scope: str | None, forward: str, backward: str) -> bool:
+        with dispatch.use_policy(forward, rules=[rule]):
+            out = dispatch.matmul(a, b, activation=activation, scope=scope)
+        before = winner.calls
+        with dispatch.use_policy(backward):
+            out.backward(tensor((3, 5), 2, grad=False))
+        return bool(winner.calls > before)
+
+    for _ in range(2):
+        assert served(None, "default", "native")
+        assert not served(None, "native", "default")
+        assert not served("head", "default", "default")
+
+
 def test_hooks(serving: Any) -> None:
     """On tensors, on what is saved for the backward pass, and on a parameter's accumulated gradient."""
     a, b = tensor((3, 4), 0), tensor((4, 5), 1)
@@ -342,7 +391,7 @@ class Preparing(FakeBackend):
 
     def prepare(self, operand: Any, recipe: Any, *, axis: int) -> Any:
         self.prepared += 1
-        return operand
+        return operand.clone()
 
     def plan(self, problem: Any, config: str | None = None) -> Any:
         def product(a: Any, b: Any) -> Any:
@@ -369,6 +418,25 @@ def test_a_prepared_weight_is_quantized_once_for_steps_under_autocast() -> None:
     assert {p.op for p in backend.problems} == {"matmul", "dgrad", "wgrad"}
     assert {p.a.dtype for p in backend.problems} == {"bfloat16"}
     assert backend.prepared == after_measuring
+
+
+@pytest.mark.parametrize("change", ["in place", "other memory", "fused optimizer"])
+def test_the_form_for_dgrad_follows_a_weight_that_changes(change: str) -> None:
+    weight = torch.nn.Parameter(tensor((16, 32), 1, torch.bfloat16).detach())
+    prepared, grad = dispatch.prepare(weight.mT if change == "in place" else weight), tensor((8, 32), 3, torch.bfloat16)
+    times = fake_timings({"baseline": 100.0, "preparing": 1.0})
+    with registered(Preparing()), times, dispatch.use_policy(recipes={"allow": ["e4m3:row"]}):
+        for _ in range(3):
+            x = tensor((8, prepared.shape[0]), 2, torch.bfloat16)
+            dispatch.matmul(x, prepared).backward(grad[:, : prepared.shape[1]].detach())
+            wanted = grad[:, : prepared.shape[1]].float() @ prepared.array.mT.float()
+            same(x.grad, wanted.bfloat16(), rtol=0.02, atol=0.05)
+            if change == "in place":
+                weight.detach().mul_(2)
+            elif change == "other memory":
+                weight.data = weight.data * 2
+            else:
+                torch.optim.SGD([weight], lr=0.1, fused=True).step()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -12,6 +12,7 @@ import pytest
 
 import dispatch
 from dispatch import ACTIVATIONS
+from dispatch.testing import FakeBackend, fake_timings, registered
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -314,6 +315,19 @@ class TestOperands:
             out = graph(lambda x, y: dispatch.matmul(x, y))(a, b)
         same(out, a @ b)
         assert out.is_contiguous()
+
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_a_plan_whose_result_has_other_strides_than_the_fake_one(self, backend: str) -> None:
+        a, b = tensor((3, 4)), tensor((4, 5), 1)
+        transposing = FakeBackend("transposing", lambda x, y: (y.mT @ x.mT).mT)
+        if backend == "inductor" and shutil.which("g++") is None:
+            pytest.skip("Inductor needs a C++ compiler")
+        with registered(transposing), fake_timings({"transposing": 1.0, "baseline": 100.0}), torch.no_grad():
+            assert not dispatch.matmul(a, b).is_contiguous()
+            ours = graph(lambda x, y: dispatch.matmul(x, y).view(-1), backend)
+            for _ in range(3):
+                same(ours(a, b), (a @ b).view(-1))
+            opcheck(torch.ops.gemm_dispatch.matmul.default, (a, b))
 
     def test_row_major_fp8(self, serving: Any) -> None:
         """B19 (pytorch/pytorch#191140): compiled functions take the layouts that eager calls do."""

@@ -220,6 +220,25 @@ class TestKey:
         assert found[0] != room.key(a, a)
 
 
+def test_flags_that_change_a_product_of_torchs_are_among_its_versions() -> None:
+    torch = pytest.importorskip("torch")
+    room, x = dispatch.framework("torch"), torch.ones(2, 2)
+    before = room.versions(x)
+    changes = {
+        "deterministic": (torch.use_deterministic_algorithms, True, False),
+        "float32_precision": (torch.set_float32_matmul_precision, "high", torch.get_float32_matmul_precision()),
+        "threads": (torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    }
+    for name, (change, value, own) in changes.items():
+        change(value)
+        try:
+            after = room.versions(x)
+        finally:
+            change(own)
+        assert {key for key in before if before[key] != after[key]} == {name}
+    assert room.versions(x) == before
+
+
 class TestIsolated:
     """Work that no trace, gradient or thread-local setting of the caller reaches."""
 

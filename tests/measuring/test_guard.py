@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -210,6 +211,37 @@ class TestStrict:
         assert len([x for x in caplog.records if x.name == "dispatch"]) == 1
         assert "the guard refused a result (similarity_loss" in said.reason
         assert "serves for 60 s more" in said.reason
+
+    def test_calls_that_are_wrong_at_once_trip_once(self, engine, caplog):
+        kernel, together, found = Faulty(), threading.Barrier(8, timeout=30), []
+
+        def product(a, b, bias=None):
+            out = kernel(a, b)
+            if kernel.fault:
+                together.wait()  # every call has begun before the first of them is refused
+            return out
+
+        a, b = normal(64, 96), normal(96, 80, seed=1)
+        policy = use_policy(guard=STRICT)
+
+        def call():
+            with use_policy(guard=STRICT):
+                found.append(dispatch.matmul(a, b))
+
+        with registered(fp8(product)), fake_timings({"baseline": 100.0, "fp8": 10.0}), policy:
+            dispatch.matmul(a, b)
+            kernel.fault = "wrong row"
+            threads = [threading.Thread(target=call) for _ in range(8)]
+            with caplog.at_level(logging.WARNING, "dispatch"):
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        assert len(found) == 8
+        for out in found:
+            is_right(out, a, b)
+        assert dispatch.stats()["guard"] == {"probed": 9, "tripped": 1, "refused": 8}
+        assert len([x for x in caplog.records if x.name == "dispatch"]) == 1
 
     def test_it_is_measured_again_after_the_cool_down(self, engine):
         kernel = Faulty()

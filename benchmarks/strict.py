@@ -1,4 +1,4 @@
-"""What `[guard] mode = "strict"` lets through: random calls of eight families of data, and of kernels with a fault.
+"""What `[guard] mode = "strict"` lets through: random calls of ten families of data, and of kernels with a fault.
 
     python benchmarks/strict.py [--calls 10000] [--device cpu] [--record NAME]
 

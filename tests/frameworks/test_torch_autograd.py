@@ -498,6 +498,24 @@ class TestTransforms:
                     out = torch.autograd.forward_ad.unpack_dual(dispatch.matmul(dual, b, **arguments))
                     same(out.tangent, torch.ones_like(a) @ b)
 
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp itself
+    def test_no_plan_severs_a_derivative(self) -> None:
+        """A kernel reads memory: what torch keeps beside the values is lost on the way through it."""
+        a, b = tensor((3, 4), 0, grad=False), tensor((4, 5), 1, grad=False)
+        severing = FakeBackend("severing", lambda x, y: (x.detach() @ y.detach()).clone())
+        with registered(severing), fake_timings({"severing": 1.0, "baseline": 100.0}):
+            assert dispatch.explain(a, b).backend == "severing"
+            dispatch.matmul(a, b)
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(a, torch.ones_like(a))
+                tangent = torch.autograd.forward_ad.unpack_dual(dispatch.matmul(dual, b)).tangent
+            same(tangent, torch.ones_like(a) @ b)
+            same(torch.func.grad(lambda x: dispatch.matmul(x, b).sum())(a), b.sum(1).expand(3, 4))
+            same(torch.func.jacfwd(lambda x: dispatch.matmul(x, b))(a), torch.func.jacfwd(lambda x: x @ b)(a))
+            x = a.clone().requires_grad_()
+            dispatch.matmul(x, b).sum().backward()
+            same(x.grad, b.sum(1).expand(3, 4))
+
     def test_fake_tensors(self, serving: Any) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 

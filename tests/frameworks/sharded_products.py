@@ -338,3 +338,24 @@ def test_what_cannot_be_measured_while_xla_compiles_waits(rough: Rough, monkeypa
     close(ours(x, up, down), mlp(biased)(x, up, down))
     assert measure_parts() == 0
     assert rough.sizes() == {(8, 14, 32), (8, 32, 14)}
+
+
+def test_a_mesh_with_one_explicit_axis(rough: Rough) -> None:
+    """The partitioner's parts are traced under no mesh: its types would be no part's."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(EXPLICIT, AUTO))
+    with jax.set_mesh(mesh):
+        a, b = put(array((16, 32), 0), mesh, "x", None), put(array((32, 24), 1), mesh, None, None)
+        close(jax.jit(gradients(dispatch.matmul))(a, b), jax.jit(gradients(biased))(a, b))
+    assert (8, 24, 32) in rough.sizes()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_another_default_device(named: bool, rough: Rough) -> None:
+    """What is traced is decided for that device, and measured there; JAX takes a platform's name too."""
+    a, b = np.asarray(array((16, 32), 0)), np.asarray(array((32, 24), 1))
+    product = jax.jit(dispatch.matmul)
+    product(a, b)
+    with jax.default_device("cpu" if named else jax.devices()[3]):
+        found = jax.jit(lambda x, y: dispatch.matmul(x, y) + 0)(a, b)
+    np.testing.assert_allclose(found, biased(a, b), rtol=1e-4, atol=1e-4)
+    assert [problem.device for problem in rough.problems][-1] == ("cpu" if named else "cpu:3")

@@ -290,6 +290,29 @@ def test_an_exported_function_has_the_own_product(rough: Rough) -> None:
     assert not rough.problems
 
 
+def symbolic(fun: Callable[..., Any], columns: int) -> Any:
+    """Return fun exported for any number of rows."""
+    rows = jax.export.symbolic_shape(f"rows, {columns}")
+    return jax.export.export(jax.jit(fun))(jax.ShapeDtypeStruct(rows, jnp.float32))
+
+
+@pytest.mark.parametrize("kind", ["array", "fused", "prepared", "scaled", "fp8", "integer"])
+def test_shapes_that_are_not_known_have_the_own_product(kind: str, rough: Rough) -> None:
+    a, b = array((3, 4), 0), array((4, 5), 1)
+    plain = {"array": b, "prepared": dispatch.prepare(b), "scaled": dispatch.quantize(b, "e4m3:row", axis=-2)}
+    dtype = {"fp8": "float8_e4m3fn", "integer": "int32"}.get(kind, "float32")
+
+    def product(x: Any) -> Any:
+        if kind == "fused":
+            return dispatch.matmul(x, b, bias=b[0], activation="relu")
+        return dispatch.matmul(x.astype(dtype), plain.get(kind, b.astype(dtype)))
+
+    found = symbolic(product, 4).call(a)
+    assert not rough.problems
+    wanted = jax.nn.relu(a @ b + b[0]) if kind == "fused" else a.astype(dtype) @ b.astype(dtype)
+    np.testing.assert_allclose(found.astype("float32"), wanted.astype("float32"), rtol=0.06, atol=0.06)
+
+
 @pytest.mark.parametrize("precision", ["highest", "bfloat16", "tensorfloat32"])
 def test_the_default_precision_of_the_trace_counts(precision: str) -> None:
     a, b = array((3, 4), 0), array((4, 5), 1)
@@ -452,6 +475,24 @@ def test_error_under_tracing_counts_as_the_policy_says(traced: str) -> None:
         assert len(decisions) == 2
         assert {x.measurement.error_data for x in decisions} == {"calibration"}
         close(jax.jit(lambda x: model(x) + 0)(a), jnp.sin(biased(jnp.cos(biased(a, b)), b)))
+
+
+def test_a_function_that_was_compiled_before_calibration_is_traced_again() -> None:
+    a, b = (jnp.asarray(np.random.default_rng(seed).normal(size=(21, 21)), "float32") for seed in (0, 1))
+    traces = []
+
+    @jax.jit
+    def model(x: Any) -> Any:
+        traces.append(x)
+        return dispatch.matmul(x, b)
+
+    with winning(error={"traced": "calibrated"}):
+        close(model(a), a @ b)
+        assert dispatch.calibrate(model, a, a + 1)
+        before = len(traces)
+        for _ in range(3):
+            close(model(a), biased(a, b))
+        assert len(traces) == before + 1
 
 
 @pytest.mark.parametrize(("recipes", "chosen"), [((None,), True), (("e4m3:row",), False)])

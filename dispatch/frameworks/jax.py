@@ -141,10 +141,12 @@ class JaxRoom:
         return jnp.matmul(a, b)
 
     def native(self, problem: Problem) -> Plan:
-        """Return jnp.matmul itself, or with what has to follow it."""
+        """Return jnp.matmul, or what JAX itself has where the product stands in a trace, with what follows it."""
         plain = problem.bias is None and problem.activation is None
         own = self.promote(problem.a.dtype, problem.b.dtype)
-        return jnp.matmul if plain and problem.out_dtype == own else _native(self, problem)
+        if not plain or problem.out_dtype != own:
+            return _native(self, problem)
+        return standing.as_it_stands if problem.op != "matmul" or "traced" in problem.modes else jnp.matmul
 
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
         """Return activation(product + bias), computed in float32 or wider."""
@@ -311,7 +313,7 @@ def _native(room: JaxRoom, problem: Problem) -> Plan:
     preferred = _preferred(room, room.promote(problem.a.dtype, problem.b.dtype), problem.out_dtype)
 
     def native(a: Array, b: Array, bias: Array | None = None) -> Array:
-        return room.epilogue(jnp.matmul(a, b, preferred_element_type=preferred), problem, bias)
+        return room.epilogue(standing.as_it_stands(a, b, preferred), problem, bias)
 
     return native
 

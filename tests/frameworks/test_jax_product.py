@@ -327,7 +327,8 @@ def test_the_default_precision_of_the_trace_counts(precision: str) -> None:
         with jax.default_matmul_precision(precision):
             text = jax.jit(dispatch.matmul).lower(a, b).as_text()
             own = jax.jit(jnp.matmul).lower(a, b).as_text()
-        assert seen
+        assert len(seen) > 1, "measured, and lowered"
+        assert None not in seen  # JAX has several names for one: bfloat16 is default
     line = next(x for x in own.splitlines() if "dot_general" in x)
     wanted = line[line.index("precision") :].partition(" :")[0]
     assert wanted in text
@@ -344,6 +345,20 @@ def test_debug_nans_blames_no_backend(rough: Rough) -> None:
                 bad(a, b.at[0, 0].set(jnp.nan))
         close(dispatch.matmul(a, b), biased(a, b))
     assert not dispatch.stats()["quarantined"].get("rough")
+
+
+def test_debug_nans_is_off_while_candidates_are_measured() -> None:
+    """Set for every thread, it would raise before the measurement finds what is not finite."""
+    a, b = array((3, 14), 0), array((14, 5), 1)
+    broken = FakeBackend("nan", lambda *operands: jnp.matmul(*operands) * jnp.nan)
+    before = jax.config.jax_debug_nans
+    with registered(broken), fake_timings({"nan": 1.0, "baseline": 100.0}):
+        jax.config.update("jax_debug_nans", True)
+        try:
+            close(jax.jit(dispatch.matmul)(a, b), a @ b)
+        finally:
+            jax.config.update("jax_debug_nans", before)
+        assert "not finite" in dispatch.stats()["quarantined"]["nan"]
 
 
 def test_strict_promotion_is_about_the_callers_dtypes(rough: Rough) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
 import re
 import statistics
 import time
@@ -16,8 +18,19 @@ import jax.numpy as jnp
 import dispatch
 
 COLLECTIVES = r"\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+LIMIT_S = 540
 Timing = tuple[float, float, int]
 """Median and spread (from the lower to the upper quartile) in us, and rounds."""
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """Give a script the option --limit-s."""
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="then say where it stands, and end")
+
+
+def within(limit_s: float) -> None:
+    """End the process after that time with every thread's stack, also where it waits in XLA for what never comes."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, repeats: int) -> dict[str, Timing]:

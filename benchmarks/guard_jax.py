@@ -1,6 +1,6 @@
 """What `[guard] traced = "callback"` adds to jitted products whose operands are both quantized. Needs an NVIDIA GPU.
 
-    python benchmarks/guard_jax.py [--record NAME] [--small]
+    python benchmarks/guard_jax.py [--record NAME] [--small] [--limit-s 540]
 
 calls: one product a program, launched again and again. chain: CHAIN products in one program. Both without and with
 callbacks, in turns, everything included, host and device: the 95% interval of the mean of the relative differences of
@@ -25,6 +25,7 @@ import _rows
 import jax
 import jax.numpy as jnp
 from _guards import Emulated, interval
+from _jax_programs import add_limit, within
 
 import dispatch
 from dispatch.testing import fake_timings, registered
@@ -145,13 +146,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", metavar="NAME", help="append the rows to results/NAME.jsonl")
     parser.add_argument("--small", action="store_true", help="a trial on a CPU")
+    add_limit(parser)
     arguments = parser.parse_args()
+    within(arguments.limit_s)
     begun = time.perf_counter()
     with machine(arguments.small):
-        rows = list(cost(SMALL if arguments.small else SIZES))
-    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
-    if arguments.record:
-        _rows.append(rows, arguments.record)
+        for entry in cost(SMALL if arguments.small else SIZES):
+            print(f"  at {time.perf_counter() - begun:.0f} s", flush=True)
+            if arguments.record:
+                _rows.append([entry], arguments.record)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """A transformer block trained with dispatched and with plain products, in Flax (linen, nnx) and Equinox.
 
     python benchmarks/jax_blocks.py [--record NAME] [--libraries linen nnx equinox] [--batch 32] [--sequence 512]
-        [--deny cublas]
+        [--deny cublas] [--limit-s 540]
 
 For each library, from the same data: `--steps` steps of Adam with dispatch, with the own products, and with the own
 ones from another seed. Printed: the three losses on data that was not trained on, whether dispatch's is no further from
 the own one's than that of the other seed is, and the time of a step, both in turns. Parameters are float32, products
-bfloat16. Then each product of the block: jnp.matmul against what was chosen for it. Decisions are made anew, into a
-store of their own. On a CPU: --batch 2 --sequence 16 --width 64 --hidden 128 --heads 2.
+bfloat16. Then each product that was not met before: jnp.matmul against what was chosen for it. Decisions are made anew,
+into a store of their own. After --limit-s it ends where it is; what is done is recorded. On a CPU: --batch 2
+--sequence 16 --width 64 --hidden 128 --heads 2.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import _rows
 import jax
 import jax.numpy as jnp
 import optax
-from _jax_programs import in_turns, line, watching
+from _jax_programs import add_limit, in_turns, line, watching, within
 
 import dispatch
 
@@ -87,34 +88,40 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--compile-ms", type=float, default=8000, help="for compiling candidates, a product")
+    parser.add_argument("--compile-ms", type=float, default=20000, help="for compiling candidates, a product")
     parser.add_argument(
         "--deny", nargs="*", default=["cublas"], help="backends left out; XLA tunes an FP8 dot for long"
     )
+    add_limit(parser)
     given = parser.parse_args()
+    within(given.limit_s)
     tuning = {"compile_ms": given.compile_ms}
     with dispatch.use_policy(backends={"deny": given.deny}, tuning=tuning):
         measure(given)
 
 
 def measure(given: Any) -> None:
-    """Run and print everything; record the rows."""
-    task, decided = Task(given.batch, given.sequence, given.width), {}
+    """Run and print everything; record the rows of each library as it ends."""
+    task, decided = Task(given.batch, given.sequence, given.width), set()
     for library in given.libraries:
         start = time.perf_counter()
         with watching() as decisions:
             entry = compare(library, task, given)
-        decided |= {(d.problem.op, d.problem.batch, d.problem.m, d.problem.n, d.problem.k): d for d in decisions}
+        found = {_problem(x): x for x in decisions if _problem(x) not in decided}
+        decided |= set(found)
+        rows = [entry]
+        print("  products that were new here, jnp.matmul against the chosen one" if found else "  no new products")
+        for _, decision in sorted(found.items()):
+            print(f"    {line(decision)}")
+            rows.append(_rows.row("jax_training_products", decision, op=decision.problem.op, data="normal, seeded"))
         print(f"  {library} took {time.perf_counter() - start:.1f} s in all", flush=True)
         if given.record:
-            _rows.append([entry], given.record)
-    print("\nproducts of the block, jnp.matmul against the chosen one")
-    rows = []
-    for decision in sorted(decided.values(), key=lambda d: (d.problem.op, d.problem.m, d.problem.n, d.problem.k)):
-        print(f"  {line(decision)}")
-        rows.append(_rows.row("jax_training_products", decision, op=decision.problem.op, data="normal, seeded"))
-    if given.record:
-        _rows.append(rows, given.record)
+            _rows.append(rows, given.record)
+
+
+def _problem(decision: dispatch.Decision) -> tuple[Any, ...]:
+    problem = decision.problem
+    return problem.op, problem.batch, problem.m, problem.n, problem.k
 
 
 def compare(library: str, task: Task, given: Any) -> dict[str, Any]:

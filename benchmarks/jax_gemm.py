@@ -1,7 +1,7 @@
 """FP8 products in JAX beside XLA's own, on the same data, interleaved, all inside jitted programs. Needs an NVIDIA GPU.
 
     python benchmarks/jax_gemm.py [--record NAME] [--tables dense end_to_end decode mid block quantize chosen]
-        [--sizes 8192x28672x8192]
+        [--sizes 8192x28672x8192] [--limit-s 540]
 
 dense: kernels of pallas_fp8 and of triton_tma_fp8, e4m3 with row scales, quantized beforehand, against XLA's FP8 dot
 with the same scales, and torch's scaled matmul where torch is. mid, decode: smaller products, and few rows by weights
@@ -29,6 +29,7 @@ import _rows
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _jax_programs import add_limit, within
 
 import dispatch
 from dispatch import Operand, Problem, RecipePair
@@ -424,7 +425,9 @@ def main() -> None:
     parser.add_argument("--record", metavar="NAME", help="append the rows to results/NAME.jsonl")
     parser.add_argument("--tables", nargs="*", choices=TABLES, default=["dense", "end_to_end"])
     parser.add_argument("--sizes", nargs="*", metavar="MxNxK", help="of the tables' sizes only these")
+    add_limit(parser)
     arguments = parser.parse_args()
+    within(arguments.limit_s)
     if jax.default_backend() != "gpu":
         sys.exit(f"JAX {jax.__version__} has no GPU here, only {jax.default_backend()}")
     begun = time.perf_counter()

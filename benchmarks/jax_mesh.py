@@ -1,11 +1,12 @@
 """A tensor-parallel MLP on a mesh, by dispatch and by jnp.matmul: time, values and collectives. Needs several devices.
 
     python benchmarks/jax_mesh.py [--record NAME] [--devices 2] [--tokens 8192] [--width 8192] [--hidden 28672]
-        [--deny cublas]
+        [--deny cublas] [--limit-s 540]
 
 x (tokens, width) is on every device; the first weight is spread by columns, the second by rows, with silu between them
 and one sum after them. Forward as it is and with weights quantized once, and forward with gradients of x and of both
-weights. Programs run in turns. Decisions are made anew, into a store of their own. Without GPUs, at small sizes:
+weights. Programs run in turns. Decisions are made anew, into a store of their own. After --limit-s it
+ends where it is: of the two parts what is done is recorded. Without GPUs, at small sizes:
 XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/jax_mesh.py --tokens 64 --width 128 --hidden 512
 """
 
@@ -24,7 +25,7 @@ os.environ["DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()
 import _rows
 import jax
 import jax.numpy as jnp
-from _jax_programs import collectives, distance, in_turns, line, watching
+from _jax_programs import add_limit, collectives, distance, in_turns, line, watching, within
 
 import dispatch
 from dispatch.integrations.jax import measure_parts
@@ -74,11 +75,13 @@ def main() -> None:
     parser.add_argument("--recipe", default="e4m3:row", help="of the weights that are quantized once")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--compile-ms", type=float, default=8000, help="for compiling candidates, a product")
+    parser.add_argument("--compile-ms", type=float, default=20000, help="for compiling candidates, a product")
     parser.add_argument(
         "--deny", nargs="*", default=["cublas"], help="backends left out; XLA tunes an FP8 dot for long"
     )
+    add_limit(parser)
     given = parser.parse_args()
+    within(given.limit_s)
     tuning = {"compile_ms": given.compile_ms}
     with dispatch.use_policy(backends={"deny": given.deny}, tuning=tuning):
         measure(given)
@@ -134,7 +137,9 @@ def run(part: str, programs: dict[str, Any], given: Any) -> dict[str, dict[str, 
             compiled[name] = jax.jit(function).lower(*operands).compile()
             if measure_parts():
                 compiled[name] = jax.jit(function).lower(*operands).compile()
-        print(f"  {name}: compiled and decided in {time.perf_counter() - start:.1f} s")
+            left = measure_parts()
+        unknown = f"; {left} products were not decided, and are JAX's own" if left else ""
+        print(f"  {name}: compiled and decided in {time.perf_counter() - start:.1f} s{unknown}", flush=True)
         for decision in decisions:
             print(f"    {line(decision)}", flush=True)
     calls = {name: partial(compiled[name], *operands) for name, (_, operands) in programs.items()}

@@ -1,4 +1,4 @@
-"""What else decides in JAX's trace context: a function is traced again under another policy, and after a trip."""
+"""What JAX's trace context holds of ours: a function is traced again under another policy, and when choices change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from dispatch.measuring import guard
 from dispatch.policies import policy as policies
+from dispatch.remembering.known import retracing
 
 
 def join() -> None:
@@ -18,11 +18,11 @@ def join() -> None:
     make = getattr(jax, "make_user_context", None)
     if make is not None:
         policies._policy_contexts.append(_context(make(default_value=None)))
-    guard.retracing.append(_epochs(make))
+    retracing.append(_epochs(make))
 
 
 def _epochs(make: Callable[..., Any] | None) -> Callable[[], None]:
-    """Return what moves the guard's epoch, in every thread; before JAX 0.10 it drops what is compiled instead."""
+    """Return what moves an epoch, in every thread; before JAX 0.10 it drops what is compiled instead."""
     epoch = None if make is None else make(default_value=None)
     move: Callable[[int], None] | None = getattr(epoch, "set_global", None)
     if move is None:

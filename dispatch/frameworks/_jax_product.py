@@ -28,6 +28,7 @@ Array = Any
 RESULT_NAME = "dispatch_matmul"
 """What jax.checkpoint policies know a product's result by."""
 lowering: ContextVar[bool] = ContextVar("dispatch_jax_lowering", default=False)
+_standing: ContextVar[tuple[Array, Array, Callable[[], Array]] | None] = ContextVar("dispatch_standing", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,17 @@ def serve(choice: Choice, a: Array, b: Array, bias: Array | None, activation: st
 
     call = request(a, b, bias, activation, out_dtype, choice.op)
     return _call(call, Options(choice.policy, choice.backend, choice.scope))
+
+
+def as_it_stands(a: Array, b: Array, preferred_element_type: Any = None) -> Array:
+    """Return jnp.matmul(a, b); for operands that were made for a product in a trace, by the dot_general that JAX has.
+
+    XLA may take several times as long for the same product with its dimensions in another order.
+    """
+    standing = _standing.get()
+    if standing is not None and a is standing[0] and b is standing[1]:
+        return standing[2]().reshape(*a.shape[:-1], b.shape[-1])
+    return jnp.matmul(a, b, preferred_element_type=preferred_element_type)
 
 
 def matmul(a: Array, b: Array, bias: Array | None, choice: Choice, epilogue: Epilogue) -> Array:
@@ -177,10 +189,12 @@ def _wgrad(cotangent: Array, a: Array, b: Any, *, choice: Choice, **params: Any)
 
 
 def _swapped(a: Array, b: Array, **params: Any) -> Array:
-    """Return the product of b and a, with its free dimensions in the order that a and b have.
+    """Return the product of b and a: JAX multiplies a cotangent by a, but a by it comes out as b is laid out."""
+    return _turned(product.bind, a, b, **params)
 
-    JAX multiplies a cotangent by a; a by the cotangent comes out as (k, n), which is how b is laid out.
-    """
+
+def _turned(multiply: Callable[..., Array], a: Array, b: Array, **params: Any) -> Array:
+    """Return multiply(b, a), with its free dimensions in the order that a and b have."""
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
     batch, rows = len(batch_a), a.ndim - len(batch_a) - len(contract_a)
     columns = b.ndim - batch - len(contract_b)
@@ -193,7 +207,14 @@ def _swapped(a: Array, b: Array, **params: Any) -> Array:
     params["dimension_numbers"] = (contract_b, contract_a), (batch_b, batch_a)
     if isinstance(params["precision"], tuple):
         params["precision"] = params["precision"][::-1]
-    return jax.lax.transpose(product.bind(b, a, **params), order)
+    return jax.lax.transpose(multiply(b, a, **params), order)
+
+
+def _jaxs(op: str, params: dict[str, Any]) -> Callable[[Array, Array], Array]:
+    """Return the product as JAX would have it for an op: a wgrad's operands stand the other way round there."""
+    if op != "wgrad":
+        return _own(params)
+    return partial(_turned, jax.lax.dot_general_p.bind, **params)
 
 
 ad.defbilinear(product, _dgrad, _wgrad)
@@ -236,8 +257,13 @@ def _multiply(a: Array, b: Array, *, choice: Choice, **params: Any) -> Array:
     right = _arranged(b, (*batch_b, *contract_b, *columns), (*batch, k, _count(b, columns)))
     own = jnp.promote_types(a.dtype, b.dtype)
     out_dtype = None if preferred is None or preferred == own else preferred
-    with jax.default_matmul_precision(named):
-        out = serve(choice, left, right, None, None, out_dtype)
+    jaxs = partial(_jaxs(choice.op, {**params, "out_sharding": None}), a, b)
+    token = _standing.set((left, right, jaxs))
+    try:
+        with jax.default_matmul_precision(named):
+            out = serve(choice, left, right, None, None, out_dtype)
+    finally:
+        _standing.reset(token)
     shape = (*(a.shape[dim] for dim in batch_a), *(a.shape[dim] for dim in rows), *(b.shape[dim] for dim in columns))
     return out if out.shape == shape else out.reshape(shape)
 
@@ -366,7 +392,9 @@ def _lower_product(ctx: Any, *values: Any, choice: Choice, **params: Any) -> Any
         multiply = spread.mapped(multiply, params["dimension_numbers"], ctx.avals_in, ctx.avals_out[0])
     elif place == spread.SEVERAL:
         multiply = spread.partitioned(own, multiply, params["dimension_numbers"], [x.ndim for x in ctx.avals_in])
-    return mlir.lower_fun(own if place == spread.ELSEWHERE else multiply, multiple_results=False)(ctx, *values)
+    elif place == spread.ELSEWHERE:
+        multiply = _jaxs(choice.op, params)
+    return mlir.lower_fun(multiply, multiple_results=False)(ctx, *values)
 
 
 def _lower_fused(ctx: Any, *values: Any, choice: Choice, epilogue: Epilogue) -> Any:

@@ -18,12 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 Array = Any
 logger = logging.getLogger("dispatch")
 _asked: ContextVar[list[str] | None] = ContextVar("dispatch_asked", default=None)
 _unmeasured: list[Callable[[], Any]] = []
+MOST_TURNS = 4
+NO_MESH = AbstractMesh((), ())
+"""What one device's part is traced under: types of the mesh that is set would constrain it to what it is no part of."""
 HERE, SEVERAL, ELSEWHERE = "here", "several", "elsewhere"
 Spec = tuple[Any, ...]
 Scales = tuple[Sequence[int | None] | None, Sequence[int | None] | None]
@@ -46,6 +49,12 @@ def needs_devices(*primitives: Any) -> None:
     prim_requires_devices_during_lowering.update(primitives)
 
 
+def default_device() -> Any:
+    """Return the device that JAX puts things on; the setting may also name a platform."""
+    given = jax.config.jax_default_device
+    return jax.local_devices(backend=given)[0] if given is None or isinstance(given, str) else given
+
+
 def place(ctx: Any) -> str:
     """Return where a program being lowered will run.
 
@@ -53,7 +62,7 @@ def place(ctx: Any) -> str:
     partitioner. ELSEWHERE: exported, for another platform, or in a way that leaves nothing to choose.
     """
     module = ctx.module_context
-    default = jax.config.jax_default_device or jax.devices()[0]
+    default = default_device()
     platform = "cuda" if default.platform == "gpu" else default.platform
     if tuple(ctx.platforms or module.platforms) != (platform,) or module.lowering_parameters.for_export:
         return ELSEWHERE
@@ -88,7 +97,7 @@ def partitioned(
         axes, summed = _spread_out(mesh, specs, contracted, [x.shape for x in operands], scales)
 
         def part(*parts: Array) -> Array:
-            with jax.enable_x64(x64), _noting(multiply, parts, x64):
+            with use_abstract_mesh(NO_MESH), jax.enable_x64(x64), _noting(multiply, parts, x64):
                 out = multiply(*parts)
                 return jax.lax.psum(out, summed) if summed else out
 
@@ -146,15 +155,25 @@ def compiling() -> str | None:
 
 def _decide(multiply: Callable[..., Array], shapes: Sequence[Any], x64: bool) -> None:
     with jax.enable_x64(x64):
-        jax.eval_shape(multiply, *shapes)
+        jax.eval_shape(lambda *parts: multiply(*parts), *shapes)  # a function of its own: JAX knows `multiply` already
 
 
 def measure_parts() -> int:
-    """Decide what was asked while XLA compiled, and let JAX compile anew. Return for how many products."""
+    """Decide what was asked while XLA compiled, and let JAX compile anew. Return for how many products.
+
+    What takes longer to compile than the policy's compile_ms is measured in later calls. Nothing is kept before that,
+    and XLA's next question would find nothing: so the later calls are made here, MOST_TURNS at most.
+    """
+    from dispatch import stats
+
     waiting = _unmeasured[:]
     del _unmeasured[: len(waiting)]
     for decide in waiting:
-        decide()
+        for _ in range(MOST_TURNS):
+            before = stats()["measured"]
+            decide()
+            if stats()["measured"] == before:  # known
+                break
     if waiting:
         jax.clear_caches()
     return len(waiting)

@@ -47,14 +47,17 @@ class JaxRoom:
         return issubclass(kind, jax.Array | Tracer)
 
     def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
-        """Return avals, devices and `extra`; None for an array spread over several devices, and for what is none."""
+        """Return avals, devices and `extra`, or None.
+
+        None for an array spread over several devices, for shapes that are not known yet, and for what is no array.
+        """
         try:
-            where: Any = _stage() if isinstance(a, Tracer) else a.sharding
-            there: Any = _stage() if isinstance(b, Tracer) else b.sharding
+            where: Any = _stage(a) if isinstance(a, Tracer) else a.sharding
+            there: Any = _stage(b) if isinstance(b, Tracer) else b.sharding
         except AttributeError:
             return None
         for sharding in (where, there):
-            if type(sharding) not in (_SINGLE, str) and sharding.num_devices > 1:
+            if type(sharding) not in (_SINGLE, tuple) and (sharding is None or sharding.num_devices > 1):
                 return None
         own, other = a.aval, b.aval
         if own.weak_type or other.weak_type:
@@ -82,12 +85,12 @@ class JaxRoom:
 
     def device(self, array: Array) -> str:
         """Return `platform:index` of every device, or the default device for a tracer."""
-        devices = [_default_device()] if isinstance(array, Tracer) else array.devices()
+        devices = [spread.default_device()] if isinstance(array, Tracer) else array.devices()
         return ",".join(sorted(_device_name(device) for device in devices))
 
     def arch(self, array: Array) -> Arch:
         """Return the compute capability's arch, or the processor's."""
-        return _device_arch(_default_device() if isinstance(array, Tracer) else next(iter(array.devices())))
+        return _device_arch(spread.default_device() if isinstance(array, Tracer) else next(iter(array.devices())))
 
     def archs(self) -> list[Arch]:
         """Return the arch of every device of every backend that is there."""
@@ -138,10 +141,12 @@ class JaxRoom:
         return jnp.matmul(a, b)
 
     def native(self, problem: Problem) -> Plan:
-        """Return jnp.matmul itself, or with what has to follow it."""
+        """Return jnp.matmul, or what JAX itself has where the product stands in a trace, with what follows it."""
         plain = problem.bias is None and problem.activation is None
         own = self.promote(problem.a.dtype, problem.b.dtype)
-        return jnp.matmul if plain and problem.out_dtype == own else _native(self, problem)
+        if not plain or problem.out_dtype != own:
+            return _native(self, problem)
+        return standing.as_it_stands if problem.op != "matmul" or "traced" in problem.modes else jnp.matmul
 
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
         """Return activation(product + bias), computed in float32 or wider."""
@@ -242,22 +247,23 @@ class JaxRoom:
             return np.concatenate([np.asarray(part) for part in parts], 1)
 
     def isolated(self, work: Callable[[], Any]) -> Any:
-        """Return work() from a fresh thread, where no trace is active, with this thread's x64 and precision.
+        """Return work() from a fresh thread, where no trace is active, with this thread's device, x64 and precision.
 
         What is for debugging is off there: a candidate's NaN is for the measurement to find.
         """
         x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+        device = jax.config.jax_default_device
 
         @contextmanager
         def within() -> Iterator[None]:
-            with jax.enable_x64(x64), jax.default_matmul_precision(precision), _as_users_do():
+            with jax.enable_x64(x64), jax.default_matmul_precision(precision), _as_users_do(device):
                 yield
 
         return in_a_thread(work, within)
 
     def versions(self, array: Array) -> dict[str, str]:
         """Return versions, device, driver and the settings that change a product."""
-        device = _default_device() if isinstance(array, Tracer) else next(iter(array.devices()))
+        device = spread.default_device() if isinstance(array, Tracer) else next(iter(array.devices()))
         facts = {
             "jax": jax.__version__,
             "jaxlib": jax.lib.__version__,
@@ -273,10 +279,6 @@ class JaxRoom:
         """Wait for the array."""
         if not isinstance(array, Tracer):
             array.block_until_ready()
-
-
-def _default_device() -> Any:
-    return jax.config.jax_default_device or jax.local_devices()[0]
 
 
 def _device_arch(device: Any) -> Arch:
@@ -311,7 +313,7 @@ def _native(room: JaxRoom, problem: Problem) -> Plan:
     preferred = _preferred(room, room.promote(problem.a.dtype, problem.b.dtype), problem.out_dtype)
 
     def native(a: Array, b: Array, bias: Array | None = None) -> Array:
-        return room.epilogue(jnp.matmul(a, b, preferred_element_type=preferred), problem, bias)
+        return room.epilogue(standing.as_it_stands(a, b, preferred), problem, bias)
 
     return native
 
@@ -324,14 +326,20 @@ def _preferred(room: JaxRoom, own: str | None, out_dtype: str) -> str | None:
     return out_dtype if wider or whole else None
 
 
-def _stage() -> str:
-    """Return what a tracer has in the place of a device: what is decided at lowering is not for other traces."""
-    return ("telling" if telling.get() else "lowering") if standing.lowering.get() else "traced"
+def _stage(tracer: Any) -> tuple[str, Any] | None:
+    """Return what a tracer has in the place of a device, or None where its shape is symbolic, as for jax.export.
+
+    What is decided at lowering is not for other traces, and what is decided for one device not for another platform's.
+    """
+    if not all(isinstance(size, int) for size in tracer.shape):
+        return None
+    stage = ("telling" if telling.get() else "lowering") if standing.lowering.get() else "traced"
+    return stage, spread.default_device()
 
 
 @contextmanager
-def _as_users_do() -> Iterator[None]:
-    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+def _as_users_do(device: Any) -> Iterator[None]:
+    with jax.default_device(device), jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 

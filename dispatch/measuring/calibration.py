@@ -14,6 +14,7 @@ from dispatch._decision import Decision
 from dispatch._measurement import BASELINE, Candidate, Error, Measurement
 from dispatch.measuring.latency import Timing
 from dispatch.measuring.session import Timings, worse_error
+from dispatch.remembering.known import retrace
 
 logger = logging.getLogger("dispatch")
 
@@ -63,8 +64,9 @@ def calibrate(fn: Callable[..., Any], *batches: Any) -> list[Decision]:
     batches: each is passed to fn, a tuple as its arguments. Errors belong to a problem and a scope, and take the place
     of those that were measured on the data of a first call; latencies are measured only where they are not known. Kept
     in the decision store with `error_data = "calibration"`, for the policy in force. Constant operands, and those that
-    hold NaN or Inf, say nothing of others and are left out. Functions that JAX has jitted run without jit; what is
-    traced all the same (under grad, vmap, scan) has no values, and what runs on other threads is not seen.
+    hold NaN or Inf, say nothing of others and are left out. Functions that JAX has jitted run without jit, and are
+    traced again at their next call; what is traced all the same (under grad, vmap, scan) has no values, and what runs
+    on other threads is not seen.
 
     Returns the decisions, one for each problem and scope; none for a product that only the framework's own matmul can
     serve. Without any it logs a warning. Raises what fn raises.
@@ -82,6 +84,8 @@ def calibrate(fn: Callable[..., Any], *batches: Any) -> list[Decision]:
     finally:
         _in_force.reset(token)
         forget()
+        if calibration.decisions:
+            retrace()
     if not calibration.decisions:
         logger.warning(
             "dispatch: calibrate decided nothing in %d batches: no product there can be served by a backend and has "

@@ -23,6 +23,7 @@ from dispatch._problem import Problem
 from dispatch.measuring.calibration import in_force
 from dispatch.measuring.probe import ESTIMATED, beyond
 from dispatch.measuring.watch import Watch, telling, watch_of, watching
+from dispatch.remembering.known import retrace
 
 if TYPE_CHECKING:
     from dispatch.frameworks import Framework
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dispatch")
 
-retracing: list[Callable[[], None]] = []
-"""What lets every program be traced anew: a framework that traces registers it here."""
 ASYNC_PROBE_EVERY = 128
 """Under async, calls from one probe to the next of a plan that quantizes and says nothing of its operands."""
 
@@ -185,8 +184,7 @@ class Guard:
 
     def _retrace(self) -> None:
         self._forget()
-        for retrace in retracing:
-            retrace()
+        retrace()
 
     def _cooled(self, key: Hashable) -> None:
         with self._lock:

@@ -136,6 +136,20 @@ def test_a_changed_policy_reaches_jitted_functions():
         assert np.allclose(loose, want * 1.01, rtol=1e-4, atol=1e-4)
 
 
+def test_a_backend_registered_later_reaches_jitted_functions_on_request():
+    """B74: what is compiled keeps its choice until JAX's caches are cleared, as the docs say."""
+    rough = FakeBackend("rough", lambda a, b, bias=None: jnp.matmul(a, b) * 1.01)
+    f = jax.jit(lambda a, b: dispatch.matmul(a, b))
+    a, b = normal(18, 16), normal(16, 16, seed=1)
+    want = np.asarray(a) @ np.asarray(b)
+    with dispatch.use_policy(error={"metric": "relative_l2", "tolerance": 0.1}):
+        assert np.allclose(f(a, b), want, rtol=1e-4, atol=1e-5)
+        with registered(rough), fake_timings({"rough": 1.0, "baseline": 99.0}, device_time=True):
+            assert np.allclose(f(a, b), want, rtol=1e-4, atol=1e-5)
+            jax.clear_caches()
+            assert np.allclose(f(a, b), want * 1.01, rtol=1e-4, atol=1e-4)
+
+
 def test_weak_types_keep_their_dtype(route):
     """jnp's promotion of a weakly typed operand depends on more than its dtype."""
     weak = jnp.broadcast_to(jnp.asarray(2.0), (4, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -338,3 +339,55 @@ def test_what_cannot_be_measured_while_xla_compiles_waits(rough: Rough, monkeypa
     close(ours(x, up, down), mlp(biased)(x, up, down))
     assert measure_parts() == 0
     assert rough.sizes() == {(8, 14, 32), (8, 32, 14)}
+
+
+def test_a_mesh_with_one_explicit_axis(rough: Rough) -> None:
+    """The partitioner's parts are traced under no mesh: its types would be no part's."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(EXPLICIT, AUTO))
+    with jax.set_mesh(mesh):
+        a, b = put(array((16, 32), 0), mesh, "x", None), put(array((32, 24), 1), mesh, None, None)
+        close(jax.jit(gradients(dispatch.matmul))(a, b), jax.jit(gradients(biased))(a, b))
+    assert (8, 24, 32) in rough.sizes()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_another_default_device(named: bool, rough: Rough) -> None:
+    """What is traced is decided for that device, and measured there; JAX takes a platform's name too."""
+    a, b = np.asarray(array((16, 32), 0)), np.asarray(array((32, 24), 1))
+    product = jax.jit(dispatch.matmul)
+    product(a, b)
+    with jax.default_device("cpu" if named else jax.devices()[3]):
+        found = jax.jit(lambda x, y: dispatch.matmul(x, y) + 0)(a, b)
+    np.testing.assert_allclose(found, biased(a, b), rtol=1e-4, atol=1e-4)
+    assert [problem.device for problem in rough.problems][-1] == ("cpu" if named else "cpu:3")
+
+
+def test_parts_that_take_long_to_compile_are_measured_in_turns(rough: Rough, monkeypatch: Any) -> None:
+    """What waits for a later call, for it takes longer than compile_ms, must not keep the rest from being chosen."""
+    from dispatch.frameworks import _jax_sharding
+    from dispatch.integrations.jax import measure_parts
+
+    class Slow(Rough):
+        compiled = False
+
+        def plan(self, problem: Problem, config: str | None = None) -> Plan:
+            product = super().plan(problem, config)
+
+            def slow(*operands: Any) -> Any:
+                time.sleep(0 if self.compiled else 0.3)
+                self.compiled = True
+                return product(*operands)
+
+            return slow
+
+    monkeypatch.setattr(_jax_sharding, "one_at_a_time", lambda: True)
+    mesh, slow, last = mesh_of(AUTO), Slow(), Rough()
+    slow.name, last.name = "slow", "last"
+    a, b = put(array((16, 36), 0), mesh, "x", None), put(array((36, 24), 1), mesh, None, "y")
+    policy = dispatch.use_policy(recipes={"inputs": ["float32"]}, tuning={"compile_ms": 100})
+    with registered(slow, last), fake_timings({"last": 1.0, "baseline": 100.0}), policy:
+        close(jax.jit(dispatch.matmul)(a, b), jax.jit(jnp.matmul)(a, b))
+        assert measure_parts() == 1
+        close(jax.jit(dispatch.matmul)(a, b), jax.jit(biased)(a, b))
+        assert measure_parts() == 0
+    assert last.problems

@@ -27,6 +27,8 @@ _FORMATS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
 _WHOLE = tuple(RecipePair.parse(f"{a}:{x}@{b}:{x}") for x in ("row", "tensor") for a, b in _FORMATS)
 _BLOCKS = (RecipePair.parse("e4m3:1x128@e4m3:128x128"),)
 LEAST_JAX, LEAST_JAX_MIXED = (0, 10, 2), (0, 11)
+LEAST = 16
+"""The least n and k of a product that is worth compiling a kernel."""
 """The JAX that the kernels need, and that takes e4m3 by e5m2 in one product."""
 
 
@@ -75,6 +77,10 @@ class PallasBackend:
         found = closest(fitting, problem) + _jax_rejections(problem)
         if problem.empty:
             found.append(Rejection("size", f"m={problem.m}, n={problem.n}, k={problem.k}", "at least one of each"))
+        least = f"{LEAST} or more: smaller ones would be nearly all padding"
+        found += [
+            Rejection(x, str(size), least) for x, size in (("n", problem.n), ("k", problem.k)) if 0 < size < LEAST
+        ]
         if (pair := problem.recipe) is None:
             return found + _plain_rejections(problem)
         for side, operand, recipe in (("a", problem.a, pair.a), ("b", problem.b, pair.b)):

@@ -7,6 +7,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
+from dispatch.plugins.pallas_fp8 import PallasBackend  # noqa: E402
 
 import dispatch  # noqa: E402
 from dispatch.testing import FakeBackend, fake_timings, registered  # noqa: E402
@@ -38,6 +39,11 @@ def test_tiny_arrays_under_jit_and_vmap(route, m, k, n):
     assert np.allclose(np.asarray(jax.jit(dispatch.matmul)(a, b), np.float32), want, rtol=1e-2)
     stacked = jax.vmap(dispatch.matmul, in_axes=(0, None))(jnp.stack([a, a]), b)
     assert np.allclose(np.asarray(stacked[1], np.float32), want, rtol=1e-2)
+    plain = dispatch.Operand("bfloat16")
+    facts = {"out_dtype": "bfloat16", "framework": "jax", "arch": "sm90", "device": "cuda:0"}
+    for recipe in (None, dispatch.RecipePair.parse("e4m3:row")):
+        problem = dispatch.Problem(m, n, k, plain, plain, recipe=recipe, **facts)
+        assert {"n", "k"} & {rejection.subject for rejection in PallasBackend().rejections(problem)}
 
 
 def test_every_derivative(route):

@@ -98,6 +98,8 @@ class TestRejections:
             (ROW, {"a": Operand("int8")}, "dtype is int8"),
             (ROW, {"out_dtype": "float64"}, "out_dtype is float64"),
             (ROW, {"m": 0}, "size is m=0"),
+            (ROW, {"n": 15}, "n is 15; needs 16 or more"),
+            (None, {"k": 8, "accumulation": None}, "k is 8; needs 16 or more"),
             (BLOCKS, {"accumulation": "fast"}, "accumulation is fast; needs promoted"),
             (ROW, {"arch": "sm100", "accumulation": "promoted"}, "accumulation is promoted; needs fast"),
             (BLOCKS, {"b": Operand("bfloat16", (3,))}, "batch is (3,)"),
@@ -114,9 +116,9 @@ class TestRejections:
         raw, scaled = Operand("float8_e4m3fn"), Operand("bfloat16", recipe=ScalingRecipe.parse(ROW))
         assert reasons(problem(TENSOR, a=raw, b=raw)) == ""
         assert reasons(problem(ROW, a=scaled, b=scaled)) == ""
-        assert reasons(problem(ROW, m=1, n=1, k=1, bias="float32", activation="gelu", out_dtype="float32")) == ""
+        assert reasons(problem(ROW, m=1, n=16, k=16, bias="float32", activation="gelu", out_dtype="float32")) == ""
         assert reasons(problem(ROW, a=Operand("bfloat16", (2, 1)), b=Operand("bfloat16", (3,)))) == ""
-        assert reasons(problem(None, m=1, n=7, k=33, accumulation=None)) == ""
+        assert reasons(problem(None, m=1, n=17, k=33, accumulation=None)) == ""
 
     @pytest.mark.parametrize(
         ("version", "recipe", "said"),
@@ -221,7 +223,7 @@ def described_gpu() -> Iterator[None]:
 LOWERED: list[dict[str, Any]] = [
     {"bias": "bfloat16", "activation": "gelu"},
     {"m": 33, "n": 1000, "k": 1040, "out_dtype": "float32", "activation": "silu"},
-    {"m": 1, "n": 7, "k": 16, "out_dtype": "float16"},
+    {"m": 1, "n": 17, "k": 16, "out_dtype": "float16"},
     {"a": Operand("float16", (3,)), "b": Operand("float16")},
     {"m": 4096, "n": 4096, "a": Operand("float32"), "b": Operand("bfloat16", prepared=True)},
 ]
@@ -354,7 +356,7 @@ class Products:
         return out
 
     @pytest.mark.parametrize("recipe", [TENSOR, ROW, BLOCKS])
-    @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (33, 130, 300), (150, 70, 129)])
+    @pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 16), (33, 130, 300), (150, 70, 129)])
     def test_shapes(self, m: int, n: int, k: int, recipe: str) -> None:
         self.check(self.normal(m, k), self.normal(k, n, seed=1), recipe)
 
@@ -625,7 +627,7 @@ class TestGpu(Products):
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-    @pytest.mark.parametrize(("m", "n", "k"), [(1, 7, 16), (33, 65, 77), (130, 1000, 1041), (2048, 4096, 1024)])
+    @pytest.mark.parametrize(("m", "n", "k"), [(1, 17, 16), (33, 65, 77), (130, 1000, 1041), (2048, 4096, 1024)])
     def test_without_quantizing(self, m: int, n: int, k: int, out_dtype: str, dtype: str) -> None:
         a, b, bias = self.normal(m, k, dtype=dtype), self.normal(k, n, dtype=dtype, seed=1), self.normal(n, seed=2)
         plain = Operand(dtype)

@@ -1,4 +1,4 @@
-"""The warp-specialized Hopper kernel: compiled without a GPU, on one compared with float64; never interpreted."""
+"""The warp-specialized Hopper kernel: compiled, and its text run on a CPU; on a GPU compared with float64."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def _load(name: str) -> ModuleType:
 
 cases = _load("_gemm_cases")
 gpu = _load("_compile")
+emulated = _load("_gluon_on_cpu")
 Case, E4M3, E5M2 = cases.Case, cases.E4M3, cases.E5M2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -98,6 +99,49 @@ def test_compiles_to_wgmma_without_spills(form: str, name: str, case: Any, confi
 
 
 SIZES = [(1, 16, 16), (7, 17, 32), (17, 1, 48), (127, 129, 1040), (129, 127, 4112), (1040, 264, 272), (300, 1040, 144)]
+FEW = [SIZES[1], SIZES[3], (300, 400, 1040)]
+
+
+@pytest.mark.parametrize("size", FEW)
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("form", FORMS)
+def test_its_text_multiplies_as_float64_does(form: str, name: str, size: tuple[int, int, int]) -> None:
+    case = replace(FORMS[form], **dict(zip("mnk", size, strict=True)), hopper=FAST[name])
+    if case.dtypes[0].itemsize == 2:
+        case = replace(case, hopper=_sixteen_bit(case.hopper))
+    with emulated.on_the_cpu():
+        assert cases.complaints(case) == []
+
+
+@pytest.mark.parametrize("size", [*FEW, (200, 264, 1152), (70, 130, 128), (70, 130, 256)])
+@pytest.mark.parametrize("config", [PROMOTED, FLAT], ids=["cooperative", "flat"])
+@pytest.mark.parametrize("scales", [{}, BLOCKS], ids=["rows", "blocks"])
+def test_its_text_promotes_as_float64_does(scales: dict[str, Any], config: Config, size: tuple[int, int, int]) -> None:
+    case = Case("hopper", *size, promoted=True, hopper=config, out=F32, bias=BF16, activation="silu", **scales)
+    with emulated.on_the_cpu():
+        assert cases.complaints(case) == []
+
+
+def test_its_text_stores_nan_where_it_belongs() -> None:
+    a, b = torch.ones(16, 64).to(E4M3), torch.ones(32, 64).to(E4M3)
+    a[3, 5] = float("nan")
+    c = torch.zeros(16, 32, dtype=BF16)
+    config = replace(SMALL, stages=2)
+    with emulated.on_the_cpu():
+        cases.launch(Case("hopper", 16, 32, 64, activation="relu", hopper=config), a, b, c, None, None, None).run()
+    assert c[3].isnan().all()
+    assert (c[torch.arange(16) != 3] == 64).all()
+
+
+def test_its_text_reaches_rows_beyond_two_to_the_thirty_one() -> None:
+    m, n, k, stride = 9, 17, 64, 2**28 + 16
+    a, b = torch.randn(m, k).to(E4M3), torch.randn(n, k).to(E4M3)
+    # 4.8 GB are asked for, nine rows of them are touched. A row of 17 is written by pointers.
+    c = torch.empty((m - 1) * stride + n, dtype=BF16).as_strided((m, n), (stride, 1))
+    with emulated.on_the_cpu():
+        cases.launch(Case("hopper", m, n, k, hopper=SMALL), a, b, c, None, None, None).run()
+    exact = a.double() @ b.double().mT
+    assert ((c.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
 
 
 @pytest.mark.gpu

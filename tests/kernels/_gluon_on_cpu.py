@@ -285,7 +285,7 @@ class _Program:
                 function(*arguments)
                 assert not _own.products, "a product is not waited for"
                 assert not _own.stores, "a store is not waited for"
-            except BaseException as error:  # noqa: BLE001 - told to the caller below
+            except BaseException as error:
                 failures.append(error)
 
         threads = [threading.Thread(target=work, args=partition, daemon=True) for partition in partitions]

@@ -7,6 +7,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -87,6 +88,17 @@ class TestRejections:
             (None, {}, "size is n=512, k=512, multiples of 8; needs an odd n or k"),
             (None, {"n": 511, "b": Operand("bfloat16", recipe=ScalingRecipe.parse(ROW))}, "b is e4m3:row"),
             ("e5m2:row", {}, "recipe is e5m2:row"),
+            ("e5m2:tensor@e4m3:tensor", {"a": Operand("float8_e4m3fn")}, "a is float8_e4m3fn without scales"),
+            (
+                ROW,
+                {"a": Operand("bfloat16", (2, 3)), "b": Operand("bfloat16", (2, 1), prepared=True)},
+                "batch of b is (2, 1); needs none, or (2, 3)",
+            ),
+            (
+                ROW,
+                {"a": Operand("bfloat16", (1, 3), recipe=ScalingRecipe.parse(ROW)), "b": Operand("bfloat16", (2, 3))},
+                "batch of a is (1, 3)",
+            ),
         ],
     )
     def test_the_reason_names_what_was_found(self, recipe: str | None, facts: dict[str, Any], said: str) -> None:
@@ -342,6 +354,74 @@ def test_a_bias_that_the_kernel_cannot_add_is_added_afterwards(dtype: str, monke
     asked = problem(ROW, bias=dtype, activation="relu")
     module.ScaledProduct(asked, names.configs(asked)[0])
     assert bound == [("float32", None, None)]
+
+
+@pytest.mark.parametrize("mode", ["fast", "promoted"])
+@pytest.mark.parametrize(("arch", "m"), [("sm89", 16), ("sm89", 512), ("sm90", 16), ("sm90", 8192), ("sm100", 512)])
+def test_the_kernel_accumulates_as_the_problem_says(arch: str, m: int, mode: str) -> None:
+    pytest.importorskip("triton")
+    from dispatch.plugins import _triton_launches as launches
+
+    asked = problem(ROW, m, 8192, 8192, arch=arch, accumulation=mode)
+    forms = [launches.form_of(ScalingRecipe.parse(ROW), rows, 8192) for rows in (m, 8192)]
+    for config in names.configs(asked):
+        operands = launches.operands_of(asked, (forms[0], forms[1]))
+        step = launches.multiplying(asked, config, operands, "bfloat16", None, None, programs=132).step
+        given = dict(zip(step.kernel.arg_names, step.arguments, strict=True))
+        found = given["form"].promoted if "form" in given else given["PROMOTED"]
+        assert found == (mode == "promoted"), config
+
+
+def test_each_tile_of_a_split_product_has_a_counter_and_each_split_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from dispatch.plugins import _triton_torch as module
+
+    facts = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(module, "_bound", lambda step: None)
+    monkeypatch.setattr(module, "_capturing", lambda: False)
+    asked = problem(ROW, 16, 1024, 8192, device="cpu")
+    config = names.configs(asked)[0]
+    assert config.splits == 8
+    kernel = module.ScaledProduct(asked, config)._kernel
+    assert kernel.partial_bytes == 4 * 16 * 1024 * 8
+    zeros = kernel.counters.on(0)
+    assert (zeros.dtype, zeros.tolist()) == (torch.int32, [0] * (1024 // 64))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_plan_runs_with_its_own_device_current(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from dispatch.plugins import _triton_torch as module
+
+    current: list[int] = [0]
+
+    @contextmanager
+    def device(wanted: Any) -> Iterator[None]:
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    made_on, run_on = [], []
+
+    class Product:
+        def __init__(self, asked: Problem, config: Any) -> None:
+            made_on.append(current[-1])
+
+        def call(self) -> Any:
+            return lambda a, b, bias=None: run_on.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(module, "ScaledProduct", Product)
+    monkeypatch.setattr(module, "lossless", lambda asked, config: Product(asked, config).call())
+    for recipe in (ROW, None):
+        index = gpus - 1
+        asked = problem(recipe, 512, 512 - (recipe is None), 512, device=f"cuda:{index}")
+        BACKEND.plan(asked)(None, None)
+        assert (made_on.pop(), run_on.pop(), current) == (index, index if gpus > 1 else 0, [0])
 
 
 READS = re.compile(r"\b(?:ld\.global|cp\.async\.bulk\.tensor|cp\.async\.c[ag])\S*")

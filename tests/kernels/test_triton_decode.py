@@ -39,6 +39,7 @@ Case, E4M3, E5M2 = cases.Case, cases.E4M3, cases.E5M2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHARED_LIMIT = {89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 NAMES = [name for name, case in cases.interpreted_cases().items() if case.kernel.startswith("decode")]
+NAMES += ["decode far apart", "decode_pointer far apart"]
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,7 @@ FP8_INSTRUCTION = {
     120: "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3",
 }
 NAMES = [name for name, case in cases.interpreted_cases().items() if case.kernel in ("tma", "pointer")]
+NAMES.append("pointer far apart")
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,14 @@ def test_promotion_is_not_folded_into_the_instruction() -> None:
             cases.empty_launch(replace(POINTER, promoted=promoted, scales="none", config=SHORT)).run()
         added.append(len(re.findall(r"add\.(?:rn\.)?f32", built[0].asm["ptx"])))
     assert added[1] >= added[0] + 64  # a thread's part of the tile
+
+
+def test_relu_keeps_nan() -> None:
+    with gpu.compiling(90) as built:
+        cases.empty_launch(replace(DENSE, activation="relu")).run()
+        cases.empty_launch(replace(DENSE, kernel="decode", config=SHORT, activation="relu")).run()
+    for kernel in built:  # max.f32 returns the other number (the interpreter's maximum does not)
+        assert not re.search(r"max\.(?:ftz\.)?f32", kernel.asm["ptx"])
 
 
 def test_scales_are_not_waited_for_before_the_tensor_core_starts() -> None:

@@ -237,7 +237,7 @@ class Case:
 
 
 LAYOUTS = (("row", "col"), ("col", "row"), ("strided", "shifted"), ("shifted", "strided"), ("gap", "gap_col"))
-LAYOUTS += (("expanded", "row"),)
+LAYOUTS += (("expanded", "row"), ("shifted", "row"), ("row", "shifted"))
 
 
 def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
@@ -386,21 +386,22 @@ def changing() -> list[str]:
 def lossless() -> list[str]:
     """Return what is wrong with products of 16-bit operands, one plan for all layouts and batches."""
     found = []
-    for batches, arch in (
-        (((), ()), "sm89"),
-        (((), ()), "sm90"),
-        (((2, 1), (3,)), "sm89"),
-        (((3,), ()), "sm90"),
+    for batches, arch, k in (
+        (((), ()), "sm89", 77),
+        (((), ()), "sm90", 77),
+        (((), ()), "sm90", 80),
+        (((2, 1), (3,)), "sm89", 80),
+        (((3,), ()), "sm90", 77),
     ):
         layouts = [("row", "row"), ("col", "col"), ("gap", "gap_col"), ("shifted", "strided"), ("row", "row")]
         with machine():
             for index, pair in enumerate(layouts):
-                case = Case(ROW, 40, 33, 77, arch, batches=batches, layouts=pair, dtype="float16")
+                case = Case(ROW, 40, 33, k, arch, batches=batches, layouts=pair, dtype="float16")
                 a, b, left, right = case.operands(index)
                 bias = torch.linspace(-9, 9, 34)[index % 2 : index % 2 + 33]
                 facts = {"framework": "torch", "device": "cpu", "out_dtype": "float32", "bias": "float32"}
                 if index == 0:
-                    asked = Problem(40, 33, 77, ROOM.operand(a), ROOM.operand(b), arch=arch, activation="relu", **facts)
+                    asked = Problem(40, 33, k, ROOM.operand(a), ROOM.operand(b), arch=arch, activation="relu", **facts)
                     plan = BACKEND.plan(asked)
                 exact_out, magnitude = left @ right + bias.double(), left.abs() @ right.abs() + bias.double().abs()
                 out = plan(a, b, bias)

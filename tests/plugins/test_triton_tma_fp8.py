@@ -356,6 +356,24 @@ def test_a_bias_that_the_kernel_cannot_add_is_added_afterwards(dtype: str, monke
     assert bound == [("float32", None, None)]
 
 
+@pytest.mark.parametrize("recipe", [TENSOR, ROW, BLOCKS, "e4m3:32x32"])
+def test_what_is_quantized_already_is_padded_with_zeros(recipe: str) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from dispatch.plugins import _triton_torch as module
+
+    pair = RecipePair.parse(recipe)
+    a = torch.randn(5, 33)
+    given = [dispatch.quantize(a, pair.a), *([a.to(torch.float8_e4m3fn)] if recipe == TENSOR else [])]
+    for x in given:
+        encoded = module.encode(x, pair.a, -1)
+        data = x.data if isinstance(x, dispatch.ScaledArray) else x
+        assert encoded.matrix.shape == (5, 48)
+        assert encoded.matrix[:, :33].float().equal(data.float())
+        assert not encoded.matrix[:, 33:].float().any()
+        assert encoded.matrix.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("mode", ["fast", "promoted"])
 @pytest.mark.parametrize(("arch", "m"), [("sm89", 16), ("sm89", 512), ("sm90", 16), ("sm90", 8192), ("sm100", 512)])
 def test_the_kernel_accumulates_as_the_problem_says(arch: str, m: int, mode: str) -> None:

@@ -125,6 +125,15 @@ def test_promotion_is_not_folded_into_the_instruction() -> None:
     assert added[1] >= added[0] + 64  # a thread's part of the tile
 
 
+def test_on_hopper_each_128_of_k_is_added_by_itself() -> None:
+    added = []
+    for promoted in (False, True):
+        with gpu.compiling(90) as built:
+            cases.empty_launch(replace(DENSE, promoted=promoted, scales="none")).run()
+        added.append(len(re.findall(r"add\.(?:rn\.)?f32", built[0].asm["ptx"])))
+    assert added[1] >= added[0] + 64  # a thread's part of the tile
+
+
 def test_relu_keeps_nan() -> None:
     with gpu.compiling(90) as built:
         cases.empty_launch(replace(DENSE, activation="relu")).run()
@@ -161,6 +170,24 @@ def test_refuses_what_it_cannot_multiply() -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             triton_gemm.gemm_launch(*operands, **{**config, **changed})
+
+
+def test_tma_takes_and_writes_what_is_aligned() -> None:
+    from dispatch.kernels._triton_tile import tma_takes, tma_writes
+
+    wide = torch.empty(4, 24, dtype=F16)
+    for x, takes, writes in (
+        (wide, True, True),
+        (wide[:, :16], True, True),
+        (wide[:, :17], True, False),  # a store would reach beyond the row
+        (wide[:, 1:17], False, False),
+        (torch.empty(4, 17, dtype=F16), False, False),
+        (wide[:1].expand(4, 24), False, False),
+        (torch.empty(1, 17, dtype=F16), True, False),
+        (torch.empty(3, 4, 8, dtype=F16)[:, :3], True, True),
+        (torch.empty(3 * 36, dtype=F16).as_strided((3, 4, 8), (36, 8, 1)), False, False),
+    ):
+        assert (tma_takes(x), tma_writes(x)) == (takes, writes), (x.shape, x.stride())
 
 
 def test_a_broadcast_batch_is_read_once() -> None:

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _quantize_cases import close, extremes, guard_state, sampled_rows, seen
+from _quantize_cases import close, extremes, guard_state, rows_far_apart, sampled_rows, seen
 from dispatch.kernels import triton_quantize_blocks
 
 from dispatch import ScalingRecipe, quantize
@@ -188,11 +188,23 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
             return complaints(values, recipe, lambda *_: [], transposed=True, multiple=(16, 128))
 
         cases[f"{recipe}-zeros_nan_inf_tiny"] = hostile
-    for name in ("1x128", "128x128"):
+    for name in ("1x128", "128x128", "64x64", "32x32"):
         for transposed in (False, True):
-            case = partial(wrong_sums, name, "cpu", transposed=transposed, launches=(0, 1, 2))
+            launches = (0, 1, 2) if "128" in name else (0,)
+            case = partial(wrong_sums, name, "cpu", transposed=transposed, launches=launches)
             cases[f"{name}-guard_sums-{'transposed' if transposed else 'k_major'}"] = case
+    for transposed in (False, True):
+        cases[f"far_apart-{'transposed' if transposed else 'k_major'}"] = partial(far_apart, transposed=transposed)
     return cases
+
+
+def far_apart(*, transposed: bool) -> list[str]:
+    """Return what is wrong with the quantization of rows more than 2**31 elements apart."""
+    recipe = recipe_of("1x128", torch.float8_e4m3fn)
+    values = exact_values(*((48, 9) if transposed else (9, 48)), torch.bfloat16, recipe, seed=3)
+    with rows_far_apart(values.t() if transposed else values) as x:
+        out, scale = run(x, recipe, transposed=transposed, multiple=(1, 1), scale_along_rows=False)
+    return identical(out, values.double() / scale.double(), out.dtype)
 
 
 if __name__ == "__main__":

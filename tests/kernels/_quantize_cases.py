@@ -185,8 +185,30 @@ def interpreted_cases() -> dict[str, Callable[[], list[str]]]:
         cases[f"{route}-guard_any_order"] = lambda route=route, rows=rows, cols=cols: any_order(route, rows, cols)
     cases["rows-guard_bands"] = bands
     for route in ROUTES:
+        cases[f"{route}-far_apart"] = lambda route=route: far_apart(route)
         cases[f"{route}-zeros_nan_inf_tiny"] = lambda route=route: hostile_scales(route)
     return cases
+
+
+@contextmanager
+def rows_far_apart(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield values of nine rows with each row 2**28 elements from the next, in memory that is not touched else."""
+    from triton.runtime.interpreter import GridExecutor
+
+    (rows, cols), step = values.shape, 2**28 + 16
+    x = torch.empty((rows - 1) * step + cols, dtype=values.dtype).as_strided((rows, cols), (step, 1)).copy_(values)
+    restore, GridExecutor._restore_args_dev = GridExecutor._restore_args_dev, lambda *rest: None  # it copies all
+    try:
+        yield x
+    finally:
+        GridExecutor._restore_args_dev = restore
+
+
+def far_apart(route: str) -> list[str]:
+    """Return what is wrong with the quantization of rows more than 2**31 elements apart."""
+    fmt = torch.float8_e4m3fn
+    with rows_far_apart(exact_values(9, 48, torch.bfloat16, fmt, route, seed=3)) as x:
+        return complaints(x, fmt, route, identical)
 
 
 def hostile_rows(dtype: torch.dtype) -> torch.Tensor:

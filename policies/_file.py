@@ -136,6 +136,10 @@ def parse(text: str, source: str) -> Statements:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PolicyError(f"{source}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise PolicyError(
+            f"{source}: nested too deeply; allowed: tables in sections, rules and what they match"
+        ) from None
     return check(data, source)
 
 

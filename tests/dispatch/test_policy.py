@@ -197,6 +197,21 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.toml").write_bytes(b"# \xe9")
     with pytest.raises(PolicyError, match="cannot be read"):
         load_policy(tmp_path / "latin.toml")
+    with pytest.raises(PolicyError, match="cannot be read"):
+        load_policy("a\0b.toml")
+
+
+def test_a_file_that_is_nested_beyond_what_python_reads(write):
+    path = write(f"gate = {'[' * 5000}{']' * 5000}")
+    with pytest.raises(PolicyError, match="nested too deeply") as raised:
+        load_policy(path)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+def test_an_editors_byte_order_mark_is_passed_over(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf[gate]\r\nmin_speedup = 1.4\r\n")
+    assert load_policy(path).gate.min_speedup == 1.4
 
 
 WORDS = (

@@ -40,11 +40,6 @@ def _accumulations(backend: Backend, recipe: RecipePair | None, problem: Problem
     return [*(listed or (modes if "fast" in policy.recipes.accumulation else []))]
 
 
-def broken(reason: str) -> list[Rejection]:
-    """Return the rejection of a backend that failed."""
-    return [Rejection("fault", reason, "a backend that works")]
-
-
 def checked(rejections: Iterable[Rejection]) -> list[Rejection]:
     """Return what a backend says of a problem. Raises TypeError if that is anything but rejections."""
     found = list(rejections)

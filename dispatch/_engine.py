@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dispatch._backend import Backend, Plan, Rejection
-from dispatch._candidates import broken, checked, disallowed, no_backend, proposals, summarized, unlisted, unquantizable
+from dispatch._candidates import checked, disallowed, no_backend, proposals, summarized, unlisted, unquantizable
 from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, FRAMEWORKS_OWN, Candidate, Measurement
@@ -21,8 +21,9 @@ from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.calibration import Calibration, in_force, timings_of
 from dispatch.measuring.ends import at_ends
+from dispatch.measuring.faults import broken, is_out_of_memory, said
 from dispatch.measuring.guard import Guard, unguardable
-from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
+from dispatch.measuring.session import Entrant, Operands, Table, Timings, measure, random_operands
 from dispatch.policies.policy import Policy
 from dispatch.registry.registry import Registry
 from dispatch.remembering import Decisions, DecisionStore, keys_of
@@ -264,7 +265,7 @@ class Engine:
         if isinstance(error, KeyboardInterrupt) or backend in FRAMEWORKS_OWN:
             raise error
         if not is_out_of_memory(error):
-            self._quarantine(backend, f"{type(error).__name__}: {error}")
+            self._quarantine(backend, said(error))
 
     def _quarantine(self, backend: str, reason: str) -> None:
         with self._lock:
@@ -282,7 +283,7 @@ class Engine:
                 proposed += [] if whole else proposals(backend, problem, policy)
             except BaseException as error:  # a plugin's code may raise anything
                 self.condemn(name, error)
-                whole, proposed = broken(f"{type(error).__name__}: {error}"), []
+                whole, proposed = broken(said(error)), []
             if not proposed:
                 rejections[Candidate(name)] = whole or unlisted(backend)
             asked = {candidate: self._ask(backend, candidate, problem, policy) for candidate in proposed}
@@ -304,7 +305,7 @@ class Engine:
             reasons += checked(backend.rejections(problem.proposing(candidate.recipe, candidate.accumulation)))
         except BaseException as error:  # a plugin's code may raise anything
             self.condemn(backend.name, error)
-            return broken(f"{type(error).__name__}: {error}")
+            return broken(said(error))
         return list(dict.fromkeys(reasons))
 
     def _policy(self, problem: Problem, options: Options) -> Policy:

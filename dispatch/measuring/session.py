@@ -14,6 +14,7 @@ from dispatch._measurement import BASELINE, METRICS, Candidate, Error, Measureme
 from dispatch._problem import Problem
 from dispatch.frameworks.operands import array_of, decode, decoded, native, stated
 from dispatch.measuring.error import Rows, Truth, compare, finite_fault, truth
+from dispatch.measuring.faults import is_out_of_memory, said
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 
@@ -50,7 +51,7 @@ class Table:
         if isinstance(error, KeyboardInterrupt):
             raise error
         where = self.out_of_memory if is_out_of_memory(error) else self.faults
-        where[candidate] = f"{type(error).__name__}: {error}"[:500]
+        where[candidate] = said(error)[:500]
 
     def out(self, candidate: Candidate) -> bool:
         """Return whether something went wrong with it, or it has to wait."""
@@ -130,7 +131,7 @@ def _timed(
 
 class _CandidateError(Exception):
     def __init__(self, index: int, cause: BaseException) -> None:
-        super().__init__(str(cause))
+        super().__init__(said(cause))
         self.index, self.cause = index, cause
 
 
@@ -228,17 +229,6 @@ def worse_error(one: Error, other: Error) -> Error:
     """Return the worse of two errors, metric by metric."""
     values = {metric: max(one.value(metric), other.value(metric)) for metric in METRICS}
     return Error(**values, rows=min(one.rows, other.rows))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error speaks of memory: MemoryError, torch's OutOfMemoryError, JAX's RESOURCE_EXHAUSTED."""
-    text = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or "OutOfMemory" in type(error).__name__
-        or "RESOURCE_EXHAUSTED" in text
-        or "out of memory" in text.lower()
-    )
 
 
 def random_operands(room: Framework, problem: Problem, operands: Operands) -> Operands:

@@ -178,6 +178,31 @@ def test_a_plan_that_cannot_be_made(error):
         assert str(error) in dispatch.stats()["quarantined"]["fast"]
 
 
+class MuteError(Exception):
+    """An error whose text cannot be had."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("nth", [0, 1, 3])
+def test_an_error_without_a_text_is_an_error_like_any_other(nth):
+    a, b = arrays()
+    with registered(FakeBackend("fast", Failing(MuteError(), nth))), fake_timings(FAST):
+        for _ in range(5):
+            is_right(dispatch.matmul(a, b), a, b)
+        assert dispatch.stats()["quarantined"]["fast"].startswith("MuteError: ")
+        assert "MuteError: " in str(dispatch.explain(a, b))
+
+
+def test_what_is_registered_may_raise_an_error_without_a_text():
+    class Silent(FakeBackend):
+        capabilities = property(lambda self: (_ for _ in ()).throw(MuteError()), lambda self, value: None)
+
+    with pytest.warns(dispatch.PluginWarning, match="MuteError: "):
+        dispatch.register(Silent("silent"))
+
+
 class Odd(FakeBackend):
     """A backend whose methods do what a test says."""
 

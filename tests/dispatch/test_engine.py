@@ -178,6 +178,25 @@ def test_a_plan_that_cannot_be_made(error):
         assert str(error) in dispatch.stats()["quarantined"]["fast"]
 
 
+def test_what_fails_once_is_not_called_again_for_any_other_problem():
+    one, other = arrays(), arrays(m=9)
+    failing = Failing(RuntimeError("broken"), 10**9)
+    with registered(FakeBackend("fast", failing)), fake_timings(FAST):
+        for call in (one, other):
+            dispatch.matmul(*call)
+        failing.nth = 0
+        is_right(dispatch.matmul(*one), *one)
+        calls = failing.calls
+        is_right(dispatch.matmul(*other), *other)
+        assert failing.calls == calls
+
+
+def test_the_first_reason_of_a_quarantine_stays(engine):
+    for text in ("first", "second"):
+        engine.condemn("fast", RuntimeError(text))
+    assert dispatch.stats()["quarantined"] == {"fast": "RuntimeError: first"}
+
+
 class MuteError(Exception):
     """An error whose text cannot be had."""
 
@@ -394,14 +413,38 @@ def test_a_backend_by_name_that_fails_is_an_error_and_not_another_backend():
         is_right(dispatch.matmul(a, b), a, b)
 
 
-def test_a_lossy_backend_by_name_keeps_the_tolerance():
+@pytest.mark.parametrize("recipes", [("e4m3:row",), ("e4m3:row", "e4m3:tensor")])
+def test_a_lossy_backend_by_name_keeps_the_tolerance(recipes):
     a, b = arrays(dtype=np.float16)
-    bad = FakeBackend("bad", lambda a, b: (a @ b * 2).astype(np.float16), recipes=("e4m3:row", "e4m3:tensor"))
+    bad = FakeBackend("bad", lambda a, b: (a @ b * 2).astype(np.float16), recipes=recipes)
     with registered(bad), fake_timings({"baseline": 100.0, "bad": 10.0}):
         with pytest.raises(NoBackendError, match="error above tolerance"):
             dispatch.matmul(a, b, backend="bad")
         loose = load_policy("default").override(error={"tolerance": 1.0})
         assert dispatch.matmul(a, b, backend="bad", policy=loose).shape == (8, 4)
+
+
+def test_raw_fp8_values_stand_under_a_scale_of_one_alone():
+    e4m3 = dispatch.framework("numpy").dtype("float8_e4m3fn")
+    a, b = (x.astype(e4m3) for x in arrays())
+
+    def product(a, b):
+        return (a.astype(np.float32) @ b.astype(np.float32)).astype(dispatch.framework("numpy").dtype("bfloat16"))
+
+    lossy = FakeBackend("lossy", product, recipes=("e4m3:row", "e4m3:tensor", "e5m2:tensor"))
+    policy = load_policy("default").override(recipes={"allow": ["e4m3:row", "e4m3:tensor", "e5m2:tensor"]})
+    with registered(lossy), fake_timings({"baseline": 100.0, "lossy": 10.0}):
+        decision = dispatch.explain(a, b, policy=policy)
+    outcomes = {str(v.candidate): (v.outcome, v.reason) for v in decision.candidates}
+    assert outcomes["lossy/e4m3:tensor"][0] == "chosen"
+    assert outcomes["lossy/e4m3:row"] == (
+        "rejected",
+        "a is float8_e4m3fn without scales; needs float8_e4m3fn or a wider dtype; "
+        "b is float8_e4m3fn without scales; needs float8_e4m3fn or a wider dtype",
+    )
+    assert outcomes["lossy/e5m2:tensor"][1].startswith(
+        "a is float8_e4m3fn without scales; needs float8_e5m2 or a wider"
+    )
 
 
 # Policies
@@ -431,6 +474,18 @@ def test_a_policy_in_force_does_not_serve_another_ones_plan():
             is_right(dispatch.matmul(a, b), a, b)
             assert fast.calls == calls
         dispatch.matmul(a, b)
+        assert fast.calls == calls + 1
+
+
+def test_a_policy_that_comes_with_a_call_does_not_serve_another_ones_plan():
+    a, b = arrays()
+    fast = Failing(None, 10**9)
+    with registered(FakeBackend("fast", fast)), fake_timings(FAST):
+        dispatch.matmul(a, b, policy="strict")
+        calls = fast.calls
+        is_right(dispatch.matmul(a, b, policy="native"), a, b)
+        assert fast.calls == calls
+        is_right(dispatch.matmul(a, b, policy="strict"), a, b)
         assert fast.calls == calls + 1
 
 
@@ -530,9 +585,10 @@ def test_a_thread_that_asked_the_store_before_it_was_measured_does_not_measure_a
 
 def test_threads_while_one_measures_get_the_baseline():
     a, b = arrays()
-    measuring, go_on = threading.Event(), threading.Event()
+    measuring, go_on, calls = threading.Event(), threading.Event(), []
 
     def product(a, b):
+        calls.append(a)
         measuring.set()
         assert go_on.wait(30)
         return a @ b
@@ -542,10 +598,14 @@ def test_threads_while_one_measures_get_the_baseline():
         first.start()
         assert measuring.wait(30)
         is_right(dispatch.matmul(a, b), a, b)
+        is_right(dispatch.matmul(a[None], b)[0], a, b)  # the same problem by another call
         assert dispatch.explain(a, b).backend == "bf16_fallback"
         go_on.set()
         first.join(30)
         assert dispatch.explain(a, b).backend == "fast"  # what they got was not kept
+        calls.clear()
+        is_right(dispatch.matmul(a[None], b)[0], a, b)
+        assert calls
     assert dispatch.stats()["measured"] == 1
 
 

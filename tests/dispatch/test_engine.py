@@ -276,6 +276,69 @@ def test_a_wrong_result_is_a_fault(product, said):
         assert said in {v.candidate.backend: v.reason for v in dispatch.explain(a, b).candidates}["fast"]
 
 
+def writing(side, then=None):
+    """Return a product that writes to one of its operands, and raises `then`."""
+
+    def product(*operands):
+        out = operands[0] @ operands[1]
+        out = out if len(operands) == 2 else out + operands[2]
+        operands[side][...] = 0.0
+        if then is not None:
+            raise then
+        return out
+
+    return product
+
+
+@pytest.mark.parametrize("side", [0, 1, 2], ids=["a", "b", "bias"])
+@pytest.mark.parametrize("layout", ["packed", "columns", "strided", "prepared"])
+def test_what_writes_to_its_operands_is_a_fault_and_the_callers_arrays_stay(side, layout):
+    a, b = arrays()
+    bias = np.ones(4, np.float32)
+    if layout == "columns":
+        b = np.asfortranarray(b)
+    elif layout == "strided":
+        a = np.repeat(np.repeat(a, 2, 0), 2, 1)[::2, ::2]
+    before = [x.copy() for x in (a, b, bias)]
+    weight = dispatch.prepare(b) if layout == "prepared" else b
+    with registered(FakeBackend("fast", writing(side))), fake_timings(FAST):
+        for _ in range(2):
+            is_right(dispatch.matmul(a, weight, bias=bias) - 1.0, *before[:2])
+        assert dispatch.stats()["quarantined"]["fast"].startswith("wrote to its operands")
+    for now, then in zip((a, b, bias), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_what_writes_to_its_operands_and_raises_leaves_the_callers_arrays_alone():
+    a, b = arrays()
+    before = a.copy(), b.copy()
+    with registered(FakeBackend("fast", writing(0, RuntimeError("broken")))), fake_timings(FAST):
+        is_right(dispatch.matmul(a, b), *before)
+    np.testing.assert_array_equal(a, before[0])
+
+
+def test_what_writes_to_a_tensor_is_a_fault_too():
+    torch = pytest.importorskip("torch")
+    a, b = (torch.from_numpy(x).bfloat16() for x in arrays())
+    before = a.clone(), b.clone()
+    with registered(FakeBackend("fast", writing(1))), fake_timings(FAST):
+        out = dispatch.matmul(a, b)
+        assert dispatch.stats()["quarantined"]["fast"].startswith("wrote to its operands")
+    assert torch.equal(out, before[0] @ before[1])
+    assert torch.equal(b, before[1])
+
+
+def test_no_copies_are_made_beyond_the_policys_memory():
+    a, b = arrays(m=512, k=512, n=512)  # of each operand a MiB
+    seen = []
+    with registered(FakeBackend("fast", lambda x, y: (seen.append(x), x @ y)[1])), fake_timings(FAST):
+        for memory_mb in (4, 3):
+            seen.clear()
+            dispatch.explain(a, b, policy=load_policy("default").override(tuning={"memory_mb": memory_mb}))
+            dispatch.clear_store()
+            assert (seen[0] is a) == (memory_mb == 3)
+
+
 def test_wrong_values_are_too_wrong_and_no_fault():
     a, b = arrays()
     with registered(FakeBackend("fast", lambda a, b: a @ b * 2)), fake_timings(FAST):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 import dispatch
 from dispatch import Rejection, _api
 from dispatch._engine import Engine
-from dispatch.cli import _app
+from dispatch.cli import _app, _print
 from dispatch.registry import PluginWarning, Registry
 from dispatch.remembering import DecisionStore
 from dispatch.testing import FakeBackend, fake_timings, registered
@@ -327,6 +329,39 @@ def test_without_a_terminal_nothing_is_cut(tmp_path):
         assert reason in out
         assert "…" not in out
         assert reason in run(*EXPLAIN, "--backend", "mine", code=1)[1]
+
+
+class Terminal(io.StringIO):
+    """A terminal to write to."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_in_a_terminal_every_name_and_figure_and_reason_is_whole(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    rejecting = FakeBackend("mine", rejects=[Rejection("k", "16", "32")])
+    with registered(rejecting), fake_timings({"baseline": 1000.0, "cpu_blas": 100.0}):
+        decision = Product("numpy", "float16", 8, 4, 16).decision()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        _print.decision_table(decision)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    words = " ".join(" ".join(lines).split())
+    for text in (
+        "cpu_blas",
+        "bf16_fallback",
+        "chosen",
+        "rejected",
+        "1 ms",
+        "10.00x",
+        "k is 16; needs 32",
+        "-> cpu_blas",
+    ):
+        assert text in words
 
 
 def script(*arguments, **env):

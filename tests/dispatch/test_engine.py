@@ -22,6 +22,7 @@ from dispatch import (
     use_policy,
 )
 from dispatch._engine import Engine
+from dispatch.measuring import session
 from dispatch.registry import Registry
 from dispatch.remembering import DecisionStore, known
 from dispatch.testing import FakeBackend, fake_timings, registered
@@ -337,6 +338,14 @@ def test_no_copies_are_made_beyond_the_policys_memory():
             dispatch.explain(a, b, policy=load_policy("default").override(tuning={"memory_mb": memory_mb}))
             dispatch.clear_store()
             assert (seen[0] is a) == (memory_mb == 3)
+
+
+def test_a_result_on_another_device_is_a_fault():
+    torch = pytest.importorskip("torch")
+    a, b = (torch.from_numpy(x) for x in arrays())
+    with registered(FakeBackend("fast", lambda a, b: (a @ b).to("meta"))), fake_timings(FAST):
+        assert torch.equal(dispatch.matmul(a, b), a @ b)
+        assert dispatch.stats()["quarantined"]["fast"].startswith("returned device meta, not cpu")
 
 
 def test_wrong_values_are_too_wrong_and_no_fault():
@@ -672,6 +681,28 @@ def test_threads_while_one_measures_get_the_baseline():
     assert dispatch.stats()["measured"] == 1
 
 
+def test_measuring_is_told_the_policys_limits_and_each_gate(monkeypatch):
+    told = {}
+    measure_latency = session.measure_latency
+
+    def spy(stopwatch, gates, budget_ms):
+        told.update(gates=gates, budget_ms=budget_ms)
+        return measure_latency(stopwatch, gates, budget_ms)
+
+    monkeypatch.setattr(session, "measure_latency", spy)
+    a, b = arrays(dtype=np.float16)
+    lossy = FakeBackend("lossy", lambda a, b: (a @ b) * np.float16(1.01), recipes=("e4m3:row",))
+    policy = load_policy("default").override(
+        tuning={"budget_ms": 123.0, "memory_mb": 77}, gate={"min_speedup": 3.0, "min_speedup_lossless": 2.0}
+    )
+    room = dispatch.framework("numpy")
+    with registered(lossy, FakeBackend("fast", good)), fake_timings(FAST), monkeypatch.context() as patched:
+        stopwatch = room.stopwatch
+        patched.setattr(room, "stopwatch", lambda calls, memory: told.update(memory=memory) or stopwatch(calls, memory))
+        dispatch.explain(a, b, policy=policy)
+    assert told == {"gates": [1.0, 3.0, 2.0], "budget_ms": 123.0, "memory": 77 << 20}
+
+
 # Remembered
 
 
@@ -743,6 +774,19 @@ def test_what_a_choice_depends_on_is_in_its_key(change):
             dispatch.matmul(a, b, policy=load_policy("default").override(error={"tolerance": 0.1}))
         else:
             dispatch.matmul(*arrays(m=9) if change == "shape" else arrays(dtype=np.float64))
+        assert dispatch.stats()["measured"] == 2
+
+
+def test_a_record_of_another_format_is_a_miss(engine):
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST):
+        dispatch.matmul(a, b)
+        ((key, record),) = engine.decisions.store.entries()
+        engine.decisions.store.put(key, {**record, "format": record["format"] - 1})
+        engine.decisions._memory.clear()
+        dispatch.forget()
+        assert dispatch.stored() == []
+        dispatch.matmul(a, b)
         assert dispatch.stats()["measured"] == 2
 
 

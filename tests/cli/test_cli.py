@@ -297,6 +297,21 @@ def test_doctor_finds_what_is_broken(engine):
     assert any("is no Backend" in x for x in run_json("doctor", code=1)["problems"])
 
 
+def test_doctor_finds_a_framework_that_cannot_be_imported(monkeypatch):
+    found = {"archs": {"numpy": ["cpu-avx2"]}, "broken": {"torch": "ImportError: no libc10.so"}, "driver": None}
+    monkeypatch.setattr(dispatch, "machine", lambda: found)
+    assert run_json("doctor", code=1)["problems"] == ["framework torch: ImportError: no libc10.so"]
+    assert "problem: framework torch: ImportError: no libc10.so" in run("doctor", code=1)[0]
+
+
+def test_doctor_finds_a_store_that_keeps_nothing(engine):
+    engine.decisions.store.path.write_bytes(b"no database" * 500)
+    with pytest.warns(dispatch.StoreWarning):
+        found = run_json("doctor", code=1)
+    assert found["problems"] == ["decision store: it is not an SQLite database"]
+    assert found["store"]["state"] == "it is not an SQLite database"
+
+
 def test_doctor_names_each_of_two_that_share_a_name():
     with registered(FakeBackend("mine"), distribution="one"):
         with pytest.warns(PluginWarning):

@@ -192,6 +192,17 @@ def test_what_fails_once_is_not_called_again_for_any_other_problem():
         assert failing.calls == calls
 
 
+def test_what_is_quarantined_is_listed_with_the_reason():
+    a, b = arrays()
+    with registered(FakeBackend("fast", Failing(RuntimeError("broken")))), fake_timings(FAST):
+        (before,) = [info for info in dispatch.backends() if info.name == "fast"]
+        assert before.available
+        dispatch.matmul(a, b)
+        (after,) = [info for info in dispatch.backends() if info.name == "fast"]
+        assert not after.available
+        assert after.unavailable.startswith("RuntimeError: broken")
+
+
 def test_the_first_reason_of_a_quarantine_stays(engine):
     for text in ("first", "second"):
         engine.condemn("fast", RuntimeError(text))

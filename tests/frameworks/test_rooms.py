@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +219,20 @@ class TestKey:
         jax.jit(lambda x: found.append(room.key(x, a)) or x)(a)
         assert None not in found
         assert found[0] != room.key(a, a)
+
+
+def test_what_changes_a_product_of_numpys_is_among_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, x = dispatch.framework("numpy"), np.ones((2, 2))
+    before = room.versions(x)
+    assert before["numpy"] == np.__version__
+    assert before["blas"] not in ("", "unknown")
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "61")
+            assert room.versions(x) != before
+    if hasattr(os, "sched_getaffinity"):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(97)))
+        assert room.versions(x) != before
 
 
 def test_flags_that_change_a_product_of_torchs_are_among_its_versions() -> None:

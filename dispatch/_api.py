@@ -85,7 +85,7 @@ def explain(
     """Return the Decision for a call of matmul with the same arguments; print() of it is a table.
 
     Measures if the problem is not known yet. Raises what matmul raises; for shapes or dtypes that the framework's own
-    matmul refuses, its error; TypeError for what that multiplies by a rule of its own, as NumPy's object arrays.
+    matmul refuses, its error; TypeError for what that multiplies by a rule of its own, as torch's nested tensors.
     """
     call, options = request(a, b, bias, activation, out_dtype), _options(policy, backend, scope)
     problem = describe(call)

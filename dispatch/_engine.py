@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dispatch._backend import Backend, Plan, Rejection
-from dispatch._candidates import checked, disallowed, no_backend, proposals, summarized, unlisted, unquantizable
+from dispatch._candidates import disallowed, no_backend, proposals, summarized, unlisted, unquantizable
 from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, FRAMEWORKS_OWN, Candidate, Measurement
@@ -21,7 +21,7 @@ from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.calibration import Calibration, in_force, timings_of
 from dispatch.measuring.ends import at_ends
-from dispatch.measuring.faults import broken, is_out_of_memory, said
+from dispatch.measuring.faults import broken, checked, is_out_of_memory, said
 from dispatch.measuring.guard import Guard, unguardable
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, measure, random_operands
 from dispatch.policies.policy import Policy
@@ -62,10 +62,14 @@ class _Case:
     able: list[Candidate]
     rejections: Rejections
 
-    def decide(self, measured: dict[Candidate, Measurement | None], failed: Rejections | None = None) -> Decision:
+    def decide(
+        self, measured: dict[Candidate, Measurement | None], failed: Rejections | None = None, unmeasured: str = ""
+    ) -> Decision:
+        """Return the decision; unmeasured: why nothing was."""
         rejections: dict[Candidate, Sequence[Rejection]] = {**self.rejections, **(failed or {})}
         able = {c: measured.get(c) for c in (*self.able, *measured) if c not in rejections}
-        return decide(self.problem, able, rejections, self.policy)
+        made = decide(self.problem, able, rejections, self.policy)
+        return replace(made, reason=f"{made.reason} ({unmeasured})") if unmeasured else made
 
     def unscaled(self) -> _Case:
         """Return the case without what may lose accuracy: nothing is known of the data under tracing."""
@@ -138,8 +142,9 @@ class Engine:
                 "measure it first with [tuning] mode = 'measure' on a machine like this one"
             )
         off = case.policy.tuning.mode == "off"
-        if off or case.call.unmeasurable or not self._enter(keys[-1]):
-            return case.decide({}), off
+        why = "[tuning] mode is off" if off else case.call.unmeasurable
+        if why or not self._enter(keys[-1]):
+            return case.decide({}, unmeasured=why or "another call is measuring it"), off
         try:
             known = None if distrusted else self._known(keys[-1], case)  # another thread may have measured it meanwhile
             return self._measured(case, keys[-1], alone=distrusted) if known is None else (known, True)
@@ -168,7 +173,7 @@ class Engine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return case.decide({}), False  # none left for the reference or the clock: the baseline serves
+            return case.decide({}, unmeasured=said(error)), False  # none left for the reference or the clock
         failed: Rejections = {}
         for candidate, reason in table.faults.items():
             self._quarantine(candidate.backend, f"{reason} ({candidate}, {case.problem})")

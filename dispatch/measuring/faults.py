@@ -1,6 +1,8 @@
-"""What a plugin's code raised, told so that nothing else is raised in telling it."""
+"""What a plugin's code raised or said, told so that nothing else is raised in telling it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from dispatch._backend import Rejection
 
@@ -24,6 +26,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def broken(reason: str) -> list[Rejection]:
     """Return the rejection of a backend that failed."""
     return [Rejection("fault", reason, "a backend that works")]
+
+
+def checked(rejections: Iterable[Rejection]) -> list[Rejection]:
+    """Return what a backend says of a problem. Raises TypeError if that is anything but rejections."""
+    found = list(rejections)
+    if not all(isinstance(reason, Rejection) for reason in found):
+        raise TypeError(f"rejections() returned {found!r}; each has to be a dispatch.Rejection")
+    return found
 
 
 def text_of(error: BaseException) -> str:

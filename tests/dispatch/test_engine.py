@@ -590,7 +590,7 @@ def test_tuning_off_measures_nothing_and_serves_what_is_remembered():
             decision = dispatch.explain(a, b)
             is_right(dispatch.matmul(a, b), a, b)
             assert (decision.backend, decision.source) == ("bf16_fallback", "unmeasured")
-            assert decision.reason == "not measured: fast"
+            assert decision.reason == "not measured: fast ([tuning] mode is off)"
         assert dispatch.stats()["measured"] == 0
         dispatch.matmul(a, b)
         with use_policy(tuning={"mode": "off"}):
@@ -682,7 +682,9 @@ def test_threads_while_one_measures_get_the_baseline():
         assert measuring.wait(30)
         is_right(dispatch.matmul(a, b), a, b)
         is_right(dispatch.matmul(a[None], b)[0], a, b)  # the same problem by another call
-        assert dispatch.explain(a, b).backend == "bf16_fallback"
+        decision = dispatch.explain(a, b)
+        assert decision.backend == "bf16_fallback"
+        assert decision.reason == "not measured: fast (another call is measuring it)"
         go_on.set()
         first.join(30)
         assert dispatch.explain(a, b).backend == "fast"  # what they got was not kept
@@ -690,6 +692,26 @@ def test_threads_while_one_measures_get_the_baseline():
         is_right(dispatch.matmul(a[None], b)[0], a, b)
         assert calls
     assert dispatch.stats()["measured"] == 1
+
+
+def test_what_cannot_be_measured_now_says_why(monkeypatch):
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST), monkeypatch.context() as patched:
+        patched.setattr(type(dispatch.framework("numpy")), "measurable", lambda self, a: "a graph is captured")
+        decision = dispatch.explain(a, b)
+        assert decision.reason == "not measured: fast (a graph is captured)"
+        is_right(dispatch.matmul(a, b), a, b)
+
+
+def test_no_memory_for_the_reference_is_said(monkeypatch):
+    def reference(self, a, b):
+        raise MemoryError("huge")
+
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST), monkeypatch.context() as patched:
+        patched.setattr(type(dispatch.framework("numpy")), "reference", reference)
+        assert dispatch.explain(a, b).reason == "not measured: fast (MemoryError: huge)"
+        is_right(dispatch.matmul(a, b), a, b)
 
 
 def test_measuring_is_told_the_policys_limits_and_each_gate(monkeypatch):

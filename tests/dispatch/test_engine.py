@@ -192,6 +192,14 @@ def test_what_fails_once_is_not_called_again_for_any_other_problem():
         assert failing.calls == calls
 
 
+def test_what_refuses_every_problem_is_listed_with_its_reasons():
+    old = FakeBackend("old", rejects=[Rejection("triton", "3.5", "3.6"), Rejection("driver", "470", "525")])
+    with registered(old):
+        (info,) = [info for info in dispatch.backends() if info.name == "old"]
+    assert not info.available
+    assert info.unavailable == "triton is 3.5; needs 3.6; driver is 470; needs 525"
+
+
 def test_what_is_quarantined_is_listed_with_the_reason():
     a, b = arrays()
     with registered(FakeBackend("fast", Failing(RuntimeError("broken")))), fake_timings(FAST):

@@ -23,6 +23,7 @@ from dispatch.measuring.calibration import Calibration, in_force, timings_of
 from dispatch.measuring.ends import at_ends
 from dispatch.measuring.faults import broken, checked, is_out_of_memory, said
 from dispatch.measuring.guard import Guard, unguardable
+from dispatch.measuring.patience import Patience
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, measure, random_operands
 from dispatch.policies.policy import Policy
 from dispatch.registry.registry import Registry
@@ -94,6 +95,7 @@ class Engine:
         self.quarantine: dict[str, str] = {}
         self.guard = Guard(forget)
         self._timings: dict[str, Timings] = {}
+        self._patience = Patience()
         self._measuring: set[tuple[int, str]] = set()  # by process: a forked child measures for itself
         self._lock = threading.Lock()
 
@@ -143,6 +145,8 @@ class Engine:
             )
         off = case.policy.tuning.mode == "off"
         why = "[tuning] mode is off" if off else case.call.unmeasurable
+        if not why and self._patience.passes(keys[-1]):
+            why = "its operands were constant or not finite so far: in some calls it is tried again"
         if why or not self._enter(keys[-1]):
             return case.decide({}, unmeasured=why or "another call is measuring it"), off
         try:
@@ -184,6 +188,7 @@ class Engine:
         self.registry.decided(decision)
         if table.degenerate and any(narrower(case.problem, candidate) for candidate in case.able):
             self._timings[key] = table.timings  # the latencies are true of other data, the errors are not
+            self._patience.in_vain(key)
             return decision, False
         complete = decision.settled and not table.out_of_memory and not table.postponed
         decision = self.decisions.agree(key, decision, case.able, lasting=complete, alone=alone)
@@ -263,6 +268,7 @@ class Engine:
     def clear(self) -> int:
         """Forget every decision; return how many the store held."""
         self._timings.clear()
+        self._patience.clear()
         return self.decisions.clear()
 
     def condemn(self, backend: str, error: BaseException) -> None:

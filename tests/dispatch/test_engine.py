@@ -916,6 +916,30 @@ def test_degenerate_data_is_no_proof_for_what_loses_accuracy():
         assert [d.measurement.error_data for d in dispatch.stored()] == ["caller"]
 
 
+def test_data_that_say_nothing_are_not_measured_in_every_call():
+    a, b = arrays(dtype=np.float16)
+    zeros = np.zeros_like(b)
+    lossy = FakeBackend("lossy", lambda a, b: a @ b, recipes=("e4m3:row",))
+    with registered(lossy), fake_timings({"baseline": 100.0, "lossy": 10.0}):
+        measured = []
+        for _ in range(20):
+            before = dispatch.stats()["measured"]
+            assert (dispatch.matmul(a, zeros) == 0).all()
+            measured.append(dispatch.stats()["measured"] - before)
+        assert [i for i, times in enumerate(measured) if times] == [0, 1, 3, 7, 15]
+        assert "constant or not finite so far" in dispatch.explain(a, zeros).reason
+        for _ in range(16):  # other data come, and are measured after a while
+            is_right(dispatch.matmul(a, b), a, b, 1e-2)
+        assert dispatch.explain(a, b).backend == "lossy"
+        assert len(dispatch.stored()) == 1
+        measured = dispatch.stats()["measured"]
+        dispatch.matmul(a, zeros)
+        assert dispatch.stats()["measured"] == measured
+        dispatch.clear_store()
+        dispatch.matmul(a, zeros)
+        assert dispatch.stats()["measured"] == measured + 1
+
+
 def test_zero_sizes_are_neither_measured_nor_stored():
     with registered(FakeBackend("fast", Failing(RuntimeError("never asked")))), fake_timings(FAST):
         for m, k, n in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):

@@ -271,6 +271,17 @@ def test_normal_data_is_not_degenerate():
     assert not truth(NUMPY, problem(), A, eye).degenerate
 
 
+@pytest.mark.parametrize(("k", "n"), [(16, 4), (300, 200), (64, 3)])
+def test_a_matrix_with_edges_of_zeros_is_not_degenerate(k, n):
+    a, b = normal(8, k), normal(k, n, seed=1)
+    for edge in (np.s_[:, :2], np.s_[:2], np.s_[:2, :2]):
+        b[edge] = 0.0
+        assert not truth(NUMPY, problem(8, n, k), a, b).degenerate
+    b[:, :2] = b[:2] = 0.0
+    assert not truth(NUMPY, problem(8, n, k), a, b).degenerate
+    assert truth(NUMPY, problem(8, n, k), a, b * 0.0).degenerate
+
+
 def test_one_entry_of_a_batch_that_is_constant_is_not_all():
     a, b = normal(2, 8, 16), normal(16, 4, seed=1)
     a[0] = 0.0

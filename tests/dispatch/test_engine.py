@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -166,6 +167,42 @@ def test_what_fails_only_while_it_is_timed_is_quarantined(error):
     with registered(FakeBackend("fast", Failing(error, 3))):  # the first is for the error
         is_right(dispatch.matmul(a, b), a, b)
         assert str(error) in dispatch.stats()["quarantined"]["fast"]
+
+
+def test_of_several_that_are_timed_the_one_that_failed_is_to_blame():
+    a, b = arrays()
+    with registered(FakeBackend("first", good), FakeBackend("later", Failing(RuntimeError("broken"), 3))):
+        is_right(dispatch.matmul(a, b), a, b)
+        assert list(dispatch.stats()["quarantined"]) == ["later"]
+
+
+def test_one_reason_for_all_recipes_only_where_all_have_it():
+    class Picky(FakeBackend):
+        def rejections(self, problem):
+            return [Rejection("arch", problem.arch, "another")] if str(problem.recipe) == "e4m3:row" else []
+
+    a, b = arrays(dtype=np.float16)
+    picky = Picky("picky", lambda a, b: a @ b, recipes=("e4m3:row", "e4m3:tensor"))
+    with registered(picky), fake_timings({"baseline": 100.0, "picky": 10.0}):
+        outcomes = {str(v.candidate): v.outcome for v in dispatch.explain(a, b).candidates if v.candidate.scaled}
+    assert outcomes == {"picky/e4m3:tensor": "chosen", "picky/e4m3:row": "rejected"}
+
+
+def test_what_takes_no_batch_or_bias_is_not_asked_to():
+    a, b = arrays()
+    plain = FakeBackend("plain", good)
+    plain.capabilities = (dataclasses.replace(plain.capabilities[0], batched=False, bias=False, activations=()),)
+    plain.rejections = lambda problem: dispatch.closest(plain.capabilities, problem)
+    with registered(plain), fake_timings({"baseline": 100.0, "plain": 10.0}):
+        assert dispatch.explain(a, b).backend == "plain"
+        stack = np.stack([a, a]), np.stack([b, b])
+        for call, asked, reason in (
+            (stack, {}, "batch is (2,); needs a 2-D product"),
+            ((a, b), {"bias": b[0]}, "bias is float32; needs no bias"),
+            ((a, b), {"activation": "relu"}, "activation is relu; needs "),
+        ):
+            decision = dispatch.explain(*call, **asked)
+            assert reason in {v.candidate.backend: v.reason for v in decision.candidates}["plain"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no plan"), SystemExit(3)])

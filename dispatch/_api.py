@@ -13,7 +13,7 @@ from dispatch._measurement import FRAMEWORKS_OWN
 from dispatch.frameworks.compiled import NOT_OURS, interpreted, traced
 from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, check_alive, describe, is_callers, own_product, refused, request
-from dispatch.measuring.session import is_out_of_memory
+from dispatch.measuring.faults import is_out_of_memory
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
@@ -85,7 +85,7 @@ def explain(
     """Return the Decision for a call of matmul with the same arguments; print() of it is a table.
 
     Measures if the problem is not known yet. Raises what matmul raises; for shapes or dtypes that the framework's own
-    matmul refuses, its error; TypeError for what that multiplies by a rule of its own, as NumPy's object arrays.
+    matmul refuses, its error; TypeError for what that multiplies by a rule of its own, as torch's nested tensors.
     """
     call, options = request(a, b, bias, activation, out_dtype), _options(policy, backend, scope)
     problem = describe(call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dispatch._backend import Backend, Rejection
@@ -38,19 +38,6 @@ def _accumulations(backend: Backend, recipe: RecipePair | None, problem: Problem
     modes = dict.fromkeys(mode for capability in here for mode in capability.accumulations)
     listed = [mode for mode in modes if mode in policy.recipes.accumulation]
     return [*(listed or (modes if "fast" in policy.recipes.accumulation else []))]
-
-
-def broken(reason: str) -> list[Rejection]:
-    """Return the rejection of a backend that failed."""
-    return [Rejection("fault", reason, "a backend that works")]
-
-
-def checked(rejections: Iterable[Rejection]) -> list[Rejection]:
-    """Return what a backend says of a problem. Raises TypeError if that is anything but rejections."""
-    found = list(rejections)
-    if not all(isinstance(reason, Rejection) for reason in found):
-        raise TypeError(f"rejections() returned {found!r}; each has to be a dispatch.Rejection")
-    return found
 
 
 def disallowed(name: str, policy: Policy) -> list[Rejection]:

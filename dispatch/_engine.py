@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dispatch._backend import Backend, Plan, Rejection
-from dispatch._candidates import broken, checked, disallowed, no_backend, proposals, summarized, unlisted, unquantizable
+from dispatch._candidates import disallowed, no_backend, proposals, summarized, unlisted, unquantizable
 from dispatch._decision import Decision, decide, named, narrower
 from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, FRAMEWORKS_OWN, Candidate, Measurement
@@ -21,8 +21,10 @@ from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.calibration import Calibration, in_force, timings_of
 from dispatch.measuring.ends import at_ends
+from dispatch.measuring.faults import broken, checked, is_out_of_memory, said
 from dispatch.measuring.guard import Guard, unguardable
-from dispatch.measuring.session import Entrant, Operands, Table, Timings, is_out_of_memory, measure, random_operands
+from dispatch.measuring.patience import Patience
+from dispatch.measuring.session import Entrant, Operands, Table, Timings, measure, random_operands
 from dispatch.policies.policy import Policy
 from dispatch.registry.registry import Registry
 from dispatch.remembering import Decisions, DecisionStore, keys_of
@@ -61,10 +63,14 @@ class _Case:
     able: list[Candidate]
     rejections: Rejections
 
-    def decide(self, measured: dict[Candidate, Measurement | None], failed: Rejections | None = None) -> Decision:
+    def decide(
+        self, measured: dict[Candidate, Measurement | None], failed: Rejections | None = None, unmeasured: str = ""
+    ) -> Decision:
+        """Return the decision; unmeasured: why nothing was."""
         rejections: dict[Candidate, Sequence[Rejection]] = {**self.rejections, **(failed or {})}
         able = {c: measured.get(c) for c in (*self.able, *measured) if c not in rejections}
-        return decide(self.problem, able, rejections, self.policy)
+        made = decide(self.problem, able, rejections, self.policy)
+        return replace(made, reason=f"{made.reason} ({unmeasured})") if unmeasured else made
 
     def unscaled(self) -> _Case:
         """Return the case without what may lose accuracy: nothing is known of the data under tracing."""
@@ -89,6 +95,7 @@ class Engine:
         self.quarantine: dict[str, str] = {}
         self.guard = Guard(forget)
         self._timings: dict[str, Timings] = {}
+        self._patience = Patience()
         self._measuring: set[tuple[int, str]] = set()  # by process: a forked child measures for itself
         self._lock = threading.Lock()
 
@@ -137,8 +144,11 @@ class Engine:
                 "measure it first with [tuning] mode = 'measure' on a machine like this one"
             )
         off = case.policy.tuning.mode == "off"
-        if off or case.call.unmeasurable or not self._enter(keys[-1]):
-            return case.decide({}), off
+        why = "[tuning] mode is off" if off else case.call.unmeasurable
+        if not why and self._patience.passes(keys[-1]):
+            why = "its operands were constant or not finite so far: in some calls it is tried again"
+        if why or not self._enter(keys[-1]):
+            return case.decide({}, unmeasured=why or "another call is measuring it"), off
         try:
             known = None if distrusted else self._known(keys[-1], case)  # another thread may have measured it meanwhile
             return self._measured(case, keys[-1], alone=distrusted) if known is None else (known, True)
@@ -167,7 +177,7 @@ class Engine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return case.decide({}), False  # none left for the reference or the clock: the baseline serves
+            return case.decide({}, unmeasured=said(error)), False  # none left for the reference or the clock
         failed: Rejections = {}
         for candidate, reason in table.faults.items():
             self._quarantine(candidate.backend, f"{reason} ({candidate}, {case.problem})")
@@ -178,6 +188,7 @@ class Engine:
         self.registry.decided(decision)
         if table.degenerate and any(narrower(case.problem, candidate) for candidate in case.able):
             self._timings[key] = table.timings  # the latencies are true of other data, the errors are not
+            self._patience.in_vain(key)
             return decision, False
         complete = decision.settled and not table.out_of_memory and not table.postponed
         decision = self.decisions.agree(key, decision, case.able, lasting=complete, alone=alone)
@@ -257,6 +268,7 @@ class Engine:
     def clear(self) -> int:
         """Forget every decision; return how many the store held."""
         self._timings.clear()
+        self._patience.clear()
         return self.decisions.clear()
 
     def condemn(self, backend: str, error: BaseException) -> None:
@@ -264,7 +276,7 @@ class Engine:
         if isinstance(error, KeyboardInterrupt) or backend in FRAMEWORKS_OWN:
             raise error
         if not is_out_of_memory(error):
-            self._quarantine(backend, f"{type(error).__name__}: {error}")
+            self._quarantine(backend, said(error))
 
     def _quarantine(self, backend: str, reason: str) -> None:
         with self._lock:
@@ -282,7 +294,7 @@ class Engine:
                 proposed += [] if whole else proposals(backend, problem, policy)
             except BaseException as error:  # a plugin's code may raise anything
                 self.condemn(name, error)
-                whole, proposed = broken(f"{type(error).__name__}: {error}"), []
+                whole, proposed = broken(said(error)), []
             if not proposed:
                 rejections[Candidate(name)] = whole or unlisted(backend)
             asked = {candidate: self._ask(backend, candidate, problem, policy) for candidate in proposed}
@@ -304,7 +316,7 @@ class Engine:
             reasons += checked(backend.rejections(problem.proposing(candidate.recipe, candidate.accumulation)))
         except BaseException as error:  # a plugin's code may raise anything
             self.condemn(backend.name, error)
-            return broken(f"{type(error).__name__}: {error}")
+            return broken(said(error))
         return list(dict.fromkeys(reasons))
 
     def _policy(self, problem: Problem, options: Options) -> Policy:

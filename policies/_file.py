@@ -136,6 +136,10 @@ def parse(text: str, source: str) -> Statements:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PolicyError(f"{source}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise PolicyError(
+            f"{source}: nested too deeply; allowed: tables in sections, rules and what they match"
+        ) from None
     return check(data, source)
 
 
@@ -192,7 +196,9 @@ def _table(data: Any, source: str, where: str) -> Mapping[str, Any]:
 
 
 def _unknown(source: str, where: str, name: str, allowed: Iterable[str]) -> str:
-    return f"{source}: {where} is unknown; {_guess(name, allowed)}allowed: {', '.join(allowed)}"
+    elsewhere = " or ".join(f"{section}.{name}" for section, keys in KEYS.items() if name in keys)
+    guess = _guess(name, allowed) or (f"did you mean {elsewhere}? " if elsewhere else "")
+    return f"{source}: {where} is unknown; {guess}allowed: {', '.join(allowed)}"
 
 
 def _guess(value: Any, allowed: Iterable[str]) -> str:

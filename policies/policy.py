@@ -128,8 +128,8 @@ def load_policy(name_or_path: str | os.PathLike[str]) -> Policy:
         return _shipped(text)
     path = os.path.expanduser(text)
     try:
-        content = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+        content = Path(path).read_text(encoding="utf-8-sig")  # some editors put a mark of their own first
+    except (OSError, ValueError) as error:  # ValueError: what is no UTF-8, a path with a NUL
         known = ", ".join(shipped_policies())
         raise PolicyError(f"{path}: cannot be read ({error}); shipped policies: {known}") from None
     return _assemble(parse(content, path), path, path)

@@ -67,6 +67,9 @@ class Framework(Protocol):
     def cast(self, array: Array, dtype: str) -> Array:
         """Return the array in the dtype of that name, by the framework's own conversion, on the same device."""
 
+    def copied(self, array: Array) -> Array:
+        """Return a copy of the array on its device, or itself where nothing can write to it."""
+
     def device(self, array: Array) -> str:
         """Return where the array lives: `cpu`, `cuda:1` ..., and for a sharded array all of its devices."""
 

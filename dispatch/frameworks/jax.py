@@ -83,6 +83,10 @@ class JaxRoom:
         """Return array.astype(dtype)."""
         return array.astype(dtype)
 
+    def copied(self, array: Array) -> Array:
+        """Return the array: nothing writes to one."""
+        return array
+
     def device(self, array: Array) -> str:
         """Return `platform:index` of every device, or the default device for a tracer."""
         devices = [spread.default_device()] if isinstance(array, Tracer) else array.devices()

@@ -61,6 +61,10 @@ class NumpyRoom:
         with np.errstate(all="ignore"):
             return array.astype(self.dtype(dtype))
 
+    def copied(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy, its axes in the same order."""
+        return array.copy("K")
+
     def device(self, array: NDArray[Any]) -> str:
         """Return `cpu`."""
         return "cpu"

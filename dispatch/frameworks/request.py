@@ -11,6 +11,7 @@ from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
 from dispatch.frameworks.operands import array_of, decoded_dtype, native, undressed, undressing
 from dispatch.frameworks.shapes import Shapes
+from dispatch.measuring.faults import text_of
 from dispatch.quantization import PreparedOperand, ScaledArray
 
 
@@ -137,8 +138,8 @@ def check_alive(call: Request, backend: str, error: BaseException) -> None:
         call.room.synchronize(array_of(call.a))
     except Exception as lost:
         raise RuntimeError(
-            f"backend {backend!r} failed ({error}) and left the device unusable ({lost}): nothing in this process can "
-            f"use it any more. Restart, with [backends] deny = [{backend!r}] in the policy"
+            f"backend {backend!r} failed ({text_of(error)}) and left the device unusable ({lost}): nothing in this "
+            f"process can use it any more. Restart, with [backends] deny = [{backend!r}] in the policy"
         ) from error
 
 

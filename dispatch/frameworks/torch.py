@@ -92,6 +92,10 @@ class TorchRoom:
         """Return array.to(dtype)."""
         return array.to(self.dtype(dtype))
 
+    def copied(self, array: Tensor) -> Tensor:
+        """Return a clone, in the same strides where no two elements share a place."""
+        return array.clone()
+
     def device(self, array: Tensor) -> str:
         """Return torch's name of the device."""
         return str(array.device)

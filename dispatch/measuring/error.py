@@ -64,7 +64,7 @@ def truth(room: Framework, problem: Problem, a: Any, b: Any, bias: Any = None, a
         with np.errstate(all="ignore"):
             parts.append(product if extra is None else product + extra(index, chosen))
         rows.append((index, chosen))
-        flat = flat and (_constant(room, a_rows) or (_constant(room, right[:, :2]) and _constant(room, right[:2])))
+        flat = flat and (_constant(room, a_rows) or _flat(room, right))
     exact = activate(np.concatenate(parts), problem.activation)
     values = _round(exact, problem.out_dtype)
     degenerate = bool(flat) or not np.isfinite(exact).all()
@@ -145,6 +145,12 @@ def _choose_rows(room: Framework, a: Any, count: int) -> NDArray[np.int64]:
 def _constant(room: Framework, values: Any) -> bool:
     host = room.to_numpy(values)
     return bool((host == host.flat[0]).all()) if host.size > 1 else False
+
+
+def _flat(room: Framework, b: Any) -> bool:
+    """Return whether b is constant in its first rows and columns and wherever else it is looked at."""
+    down, across = (max(1, size // 16) for size in b.shape)
+    return all(_constant(room, part) for part in (b[:, :2], b[:2], b[::down, ::across]))
 
 
 def _bias_rows(room: Framework, problem: Problem, bias: Any) -> Any:

@@ -44,10 +44,11 @@ class Guard:
     def __init__(self, forget: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._counts: Counter[str] = Counter(probed=0, tripped=0, refused=0)
         self._forget, self._clock = forget, clock
-        self._trips: dict[Hashable, tuple[float, str]] = {}
-        self._before: Counter[Hashable] = Counter()
-        self._again: set[Hashable] = set()
-        self._out: dict[Hashable, dict[Any, str]] = {}
+        # By the key of a problem, its scope and its policy:
+        self._trips: dict[Hashable, tuple[float, str]] = {}  # when the cool-down ends, and what was seen
+        self._before: Counter[Hashable] = Counter()  # how often it has tripped: each time the band is wider
+        self._again: set[Hashable] = set()  # whose cool-down has ended: to be measured again
+        self._out: dict[Hashable, dict[Any, str]] = {}  # recipes that JAX programs do without (None: all), and why
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._seeds = itertools.count(1)

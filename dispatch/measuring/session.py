@@ -12,8 +12,10 @@ import numpy as np
 from dispatch._decision import as_good, narrower
 from dispatch._measurement import BASELINE, METRICS, Candidate, Error, Measurement
 from dispatch._problem import Problem
+from dispatch.frameworks._clock import map_arrays
 from dispatch.frameworks.operands import array_of, decode, decoded, native, stated
 from dispatch.measuring.error import Rows, Truth, compare, finite_fault, truth
+from dispatch.measuring.faults import is_out_of_memory, said
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
 
@@ -50,7 +52,7 @@ class Table:
         if isinstance(error, KeyboardInterrupt):
             raise error
         where = self.out_of_memory if is_out_of_memory(error) else self.faults
-        where[candidate] = f"{type(error).__name__}: {error}"[:500]
+        where[candidate] = said(error)[:500]
 
     def out(self, candidate: Candidate) -> bool:
         """Return whether something went wrong with it, or it has to wait."""
@@ -130,7 +132,7 @@ def _timed(
 
 class _CandidateError(Exception):
     def __init__(self, index: int, cause: BaseException) -> None:
-        super().__init__(str(cause))
+        super().__init__(said(cause))
         self.index, self.cause = index, cause
 
 
@@ -197,8 +199,8 @@ def _errors(
         if table.out(entrant.candidate):
             continue
         try:
-            out = entrant.plan(*entrant.operands(operands))
-            fault = _fault(base.room, base.problem, out)
+            out, wrote = _run(base, entrant, operands, policy)
+            fault = "wrote to its operands" if wrote else _fault(base.room, base.problem, out)
             found = None if fault else reference.sampled(base.room, out)
         except BaseException as error:  # a plugin's code may raise anything
             table.blame(entrant.candidate, error)
@@ -210,6 +212,38 @@ def _errors(
         else:
             errors[entrant.candidate] = compare(found, reference.values, own)
     return errors, reference.rounding, reference.degenerate
+
+
+def _run(base: Baseline, entrant: Entrant, operands: Operands, policy: Policy) -> tuple[Any, bool]:
+    """Return what a plan makes of the operands, and whether it wrote to them.
+
+    On a CPU it is given copies, if the policy's memory has room for two sets of them; elsewhere it is trusted.
+    """
+    room, given = base.room, entrant.operands(operands)
+    arrays = _arrays(room, given)
+    taken = 2 * sum(x.nbytes for x in arrays)  # the copies, and what they are compared by
+    if base.problem.device != "cpu" or taken > policy.tuning.memory_mb << 20:
+        return entrant.plan(*given), False
+    tried = map_arrays(given, room.copied, lambda x: room.is_array_type(type(x)))
+    out = entrant.plan(*tried)
+    pairs = zip(_arrays(room, tried), arrays, strict=True)
+    return out, not all(np.array_equal(_bits(room, one), _bits(room, other)) for one, other in pairs)
+
+
+def _arrays(room: Framework, operands: Operands) -> list[Any]:
+    """Return every array in the operands."""
+    found: list[Any] = []
+
+    def add(array: Any) -> Any:
+        found.append(array)
+        return array
+
+    map_arrays(operands, add, lambda x: room.is_array_type(type(x)))
+    return found
+
+
+def _bits(room: Framework, array: Any) -> Any:
+    return np.ascontiguousarray(room.to_numpy(array)).view(np.uint8)
 
 
 def _fault(room: Framework, problem: Problem, out: Any) -> str | None:
@@ -228,17 +262,6 @@ def worse_error(one: Error, other: Error) -> Error:
     """Return the worse of two errors, metric by metric."""
     values = {metric: max(one.value(metric), other.value(metric)) for metric in METRICS}
     return Error(**values, rows=min(one.rows, other.rows))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error speaks of memory: MemoryError, torch's OutOfMemoryError, JAX's RESOURCE_EXHAUSTED."""
-    text = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or "OutOfMemory" in type(error).__name__
-        or "RESOURCE_EXHAUSTED" in text
-        or "out of memory" in text.lower()
-    )
 
 
 def random_operands(room: Framework, problem: Problem, operands: Operands) -> Operands:

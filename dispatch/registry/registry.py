@@ -13,6 +13,7 @@ import pluggy
 
 from dispatch._backend import Backend, Capability
 from dispatch._measurement import BASELINE
+from dispatch.measuring.faults import said
 
 if TYPE_CHECKING:
     from dispatch._decision import Decision
@@ -176,7 +177,7 @@ class Registry:
     def _record(self, name: str, distribution: str, error: BaseException, where: str = "") -> None:
         if isinstance(error, KeyboardInterrupt):
             raise error
-        self._warn(Fault(name, distribution, f"{where}{type(error).__name__}: {error}"))
+        self._warn(Fault(name, distribution, f"{where}{said(error)}"))
 
     def _warn(self, fault: Fault) -> None:
         if fault not in self._faults:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 import dispatch
 from dispatch import Rejection, _api
 from dispatch._engine import Engine
-from dispatch.cli import _app
+from dispatch.cli import _app, _print
 from dispatch.registry import PluginWarning, Registry
 from dispatch.remembering import DecisionStore
 from dispatch.testing import FakeBackend, fake_timings, registered
@@ -295,6 +297,21 @@ def test_doctor_finds_what_is_broken(engine):
     assert any("is no Backend" in x for x in run_json("doctor", code=1)["problems"])
 
 
+def test_doctor_finds_a_framework_that_cannot_be_imported(monkeypatch):
+    found = {"archs": {"numpy": ["cpu-avx2"]}, "broken": {"torch": "ImportError: no libc10.so"}, "driver": None}
+    monkeypatch.setattr(dispatch, "machine", lambda: found)
+    assert run_json("doctor", code=1)["problems"] == ["framework torch: ImportError: no libc10.so"]
+    assert "problem: framework torch: ImportError: no libc10.so" in run("doctor", code=1)[0]
+
+
+def test_doctor_finds_a_store_that_keeps_nothing(engine):
+    engine.decisions.store.path.write_bytes(b"no database" * 500)
+    with pytest.warns(dispatch.StoreWarning):
+        found = run_json("doctor", code=1)
+    assert found["problems"] == ["decision store: it is not an SQLite database"]
+    assert found["store"]["state"] == "it is not an SQLite database"
+
+
 def test_doctor_names_each_of_two_that_share_a_name():
     with registered(FakeBackend("mine"), distribution="one"):
         with pytest.warns(PluginWarning):
@@ -327,6 +344,39 @@ def test_without_a_terminal_nothing_is_cut(tmp_path):
         assert reason in out
         assert "…" not in out
         assert reason in run(*EXPLAIN, "--backend", "mine", code=1)[1]
+
+
+class Terminal(io.StringIO):
+    """A terminal to write to."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_in_a_terminal_every_name_and_figure_and_reason_is_whole(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    rejecting = FakeBackend("mine", rejects=[Rejection("k", "16", "32")])
+    with registered(rejecting), fake_timings({"baseline": 1000.0, "cpu_blas": 100.0}):
+        decision = Product("numpy", "float16", 8, 4, 16).decision()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        _print.decision_table(decision)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    words = " ".join(" ".join(lines).split())
+    for text in (
+        "cpu_blas",
+        "bf16_fallback",
+        "chosen",
+        "rejected",
+        "1 ms",
+        "10.00x",
+        "k is 16; needs 32",
+        "-> cpu_blas",
+    ):
+        assert text in words
 
 
 def script(*arguments, **env):

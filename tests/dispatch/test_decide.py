@@ -302,6 +302,26 @@ def test_a_gain_inside_the_spread_is_a_tie_and_goes_to_the_baseline():
         assert "1.05x not reached (too noisy to tell): 1.11x" in decision.reason
 
 
+@pytest.mark.parametrize(("speedup", "wins"), [(1.05, True), (1.0499, False)])
+def test_what_reaches_its_gate_exactly_passes(speedup, wins):
+    found = replace(measured(90.0), speedup=speedup)
+    assert (decide(PLAIN, {BASELINE: baseline(), FAST: found}, {}, DEFAULT).candidate == FAST) == wins
+
+
+@pytest.mark.parametrize(("latency", "wins"), [(90.0, False), (89.0, True)])
+def test_a_difference_of_just_the_spread_is_a_tie(latency, wins):
+    found = measured(latency, spread=10.0)
+    assert (decide(PLAIN, {BASELINE: baseline(), FAST: found}, {}, DEFAULT).candidate == FAST) == wins
+
+
+@pytest.mark.parametrize(("spread", "settled"), [(5.0, True), (30.0, False)])
+def test_an_undecided_one_that_ties_with_the_winner_leaves_the_choice_open(spread, settled):
+    undecided = measured(60.0, spread=spread, settled=False)
+    decision = decide(PLAIN, {BASELINE: baseline(), FAST: measured(50.0), Candidate("other"): undecided}, {}, DEFAULT)
+    assert decision.candidate == FAST
+    assert decision.settled == settled
+
+
 def test_what_is_not_settled_does_not_win_and_is_not_kept():
     decision = choose({BASELINE: baseline(), FAST: measured(50.0, settled=False)})
     assert decision.candidate == BASELINE
@@ -392,6 +412,14 @@ def test_a_chain_that_serves_says_why_it_did_not_win():
     decision = choose({BASELINE: base, OWN: base, Candidate("cublas"): measured(99.0)})
     assert decision.candidate == Candidate("cublas")
     assert "1.05x not reached: 1.01x" in decision.reason
+
+
+def test_the_reason_is_of_the_one_that_came_closest():
+    table = {BASELINE: baseline(), Candidate("near"): measured(99.0), Candidate("far"): measured(200.0)}
+    assert "1.01x" in decide(PLAIN, table, {}, DEFAULT).reason
+    assert decide(PLAIN, table, {}, DEFAULT).reason.endswith("(near)")
+    table = {BASELINE: baseline(), ROW: measured(10.0, wrong=0.1), Candidate("wild"): measured(5.0, wrong=0.1)}
+    assert decide(PLAIN, table, {}, DEFAULT).reason.endswith("(wild)")
 
 
 def test_without_any_backend_the_baseline_serves():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from dispatch import (
     use_policy,
 )
 from dispatch._engine import Engine
+from dispatch.measuring import session
 from dispatch.registry import Registry
 from dispatch.remembering import DecisionStore, known
 from dispatch.testing import FakeBackend, fake_timings, registered
@@ -167,6 +169,42 @@ def test_what_fails_only_while_it_is_timed_is_quarantined(error):
         assert str(error) in dispatch.stats()["quarantined"]["fast"]
 
 
+def test_of_several_that_are_timed_the_one_that_failed_is_to_blame():
+    a, b = arrays()
+    with registered(FakeBackend("first", good), FakeBackend("later", Failing(RuntimeError("broken"), 3))):
+        is_right(dispatch.matmul(a, b), a, b)
+        assert list(dispatch.stats()["quarantined"]) == ["later"]
+
+
+def test_one_reason_for_all_recipes_only_where_all_have_it():
+    class Picky(FakeBackend):
+        def rejections(self, problem):
+            return [Rejection("arch", problem.arch, "another")] if str(problem.recipe) == "e4m3:row" else []
+
+    a, b = arrays(dtype=np.float16)
+    picky = Picky("picky", lambda a, b: a @ b, recipes=("e4m3:row", "e4m3:tensor"))
+    with registered(picky), fake_timings({"baseline": 100.0, "picky": 10.0}):
+        outcomes = {str(v.candidate): v.outcome for v in dispatch.explain(a, b).candidates if v.candidate.scaled}
+    assert outcomes == {"picky/e4m3:tensor": "chosen", "picky/e4m3:row": "rejected"}
+
+
+def test_what_takes_no_batch_or_bias_is_not_asked_to():
+    a, b = arrays()
+    plain = FakeBackend("plain", good)
+    plain.capabilities = (dataclasses.replace(plain.capabilities[0], batched=False, bias=False, activations=()),)
+    plain.rejections = lambda problem: dispatch.closest(plain.capabilities, problem)
+    with registered(plain), fake_timings({"baseline": 100.0, "plain": 10.0}):
+        assert dispatch.explain(a, b).backend == "plain"
+        stack = np.stack([a, a]), np.stack([b, b])
+        for call, asked, reason in (
+            (stack, {}, "batch is (2,); needs a 2-D product"),
+            ((a, b), {"bias": b[0]}, "bias is float32; needs no bias"),
+            ((a, b), {"activation": "relu"}, "activation is relu; needs "),
+        ):
+            decision = dispatch.explain(*call, **asked)
+            assert reason in {v.candidate.backend: v.reason for v in decision.candidates}["plain"]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no plan"), SystemExit(3)])
 def test_a_plan_that_cannot_be_made(error):
     def on_plan(problem):
@@ -176,6 +214,69 @@ def test_a_plan_that_cannot_be_made(error):
     with registered(FakeBackend("fast", on_plan=on_plan)), fake_timings(FAST):
         is_right(dispatch.matmul(a, b), a, b)
         assert str(error) in dispatch.stats()["quarantined"]["fast"]
+
+
+def test_what_fails_once_is_not_called_again_for_any_other_problem():
+    one, other = arrays(), arrays(m=9)
+    failing = Failing(RuntimeError("broken"), 10**9)
+    with registered(FakeBackend("fast", failing)), fake_timings(FAST):
+        for call in (one, other):
+            dispatch.matmul(*call)
+        failing.nth = 0
+        is_right(dispatch.matmul(*one), *one)
+        calls = failing.calls
+        is_right(dispatch.matmul(*other), *other)
+        assert failing.calls == calls
+
+
+def test_what_refuses_every_problem_is_listed_with_its_reasons():
+    old = FakeBackend("old", rejects=[Rejection("triton", "3.5", "3.6"), Rejection("driver", "470", "525")])
+    with registered(old):
+        (info,) = [info for info in dispatch.backends() if info.name == "old"]
+    assert not info.available
+    assert info.unavailable == "triton is 3.5; needs 3.6; driver is 470; needs 525"
+
+
+def test_what_is_quarantined_is_listed_with_the_reason():
+    a, b = arrays()
+    with registered(FakeBackend("fast", Failing(RuntimeError("broken")))), fake_timings(FAST):
+        (before,) = [info for info in dispatch.backends() if info.name == "fast"]
+        assert before.available
+        dispatch.matmul(a, b)
+        (after,) = [info for info in dispatch.backends() if info.name == "fast"]
+        assert not after.available
+        assert after.unavailable.startswith("RuntimeError: broken")
+
+
+def test_the_first_reason_of_a_quarantine_stays(engine):
+    for text in ("first", "second"):
+        engine.condemn("fast", RuntimeError(text))
+    assert dispatch.stats()["quarantined"] == {"fast": "RuntimeError: first"}
+
+
+class MuteError(Exception):
+    """An error whose text cannot be had."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("nth", [0, 1, 3])
+def test_an_error_without_a_text_is_an_error_like_any_other(nth):
+    a, b = arrays()
+    with registered(FakeBackend("fast", Failing(MuteError(), nth))), fake_timings(FAST):
+        for _ in range(5):
+            is_right(dispatch.matmul(a, b), a, b)
+        assert dispatch.stats()["quarantined"]["fast"].startswith("MuteError: ")
+        assert "MuteError: " in str(dispatch.explain(a, b))
+
+
+def test_what_is_registered_may_raise_an_error_without_a_text():
+    class Silent(FakeBackend):
+        capabilities = property(lambda self: (_ for _ in ()).throw(MuteError()), lambda self, value: None)
+
+    with pytest.warns(dispatch.PluginWarning, match="MuteError: "):
+        dispatch.register(Silent("silent"))
 
 
 class Odd(FakeBackend):
@@ -230,6 +331,77 @@ def test_a_wrong_result_is_a_fault(product, said):
         is_right(dispatch.matmul(a, b), a, b)
         assert said in dispatch.stats()["quarantined"]["fast"]
         assert said in {v.candidate.backend: v.reason for v in dispatch.explain(a, b).candidates}["fast"]
+
+
+def writing(side, then=None):
+    """Return a product that writes to one of its operands, and raises `then`."""
+
+    def product(*operands):
+        out = operands[0] @ operands[1]
+        out = out if len(operands) == 2 else out + operands[2]
+        operands[side][...] = 0.0
+        if then is not None:
+            raise then
+        return out
+
+    return product
+
+
+@pytest.mark.parametrize("side", [0, 1, 2], ids=["a", "b", "bias"])
+@pytest.mark.parametrize("layout", ["packed", "columns", "strided", "prepared"])
+def test_what_writes_to_its_operands_is_a_fault_and_the_callers_arrays_stay(side, layout):
+    a, b = arrays()
+    bias = np.ones(4, np.float32)
+    if layout == "columns":
+        b = np.asfortranarray(b)
+    elif layout == "strided":
+        a = np.repeat(np.repeat(a, 2, 0), 2, 1)[::2, ::2]
+    before = [x.copy() for x in (a, b, bias)]
+    weight = dispatch.prepare(b) if layout == "prepared" else b
+    with registered(FakeBackend("fast", writing(side))), fake_timings(FAST):
+        for _ in range(2):
+            is_right(dispatch.matmul(a, weight, bias=bias) - 1.0, *before[:2])
+        assert dispatch.stats()["quarantined"]["fast"].startswith("wrote to its operands")
+    for now, then in zip((a, b, bias), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_what_writes_to_its_operands_and_raises_leaves_the_callers_arrays_alone():
+    a, b = arrays()
+    before = a.copy(), b.copy()
+    with registered(FakeBackend("fast", writing(0, RuntimeError("broken")))), fake_timings(FAST):
+        is_right(dispatch.matmul(a, b), *before)
+    np.testing.assert_array_equal(a, before[0])
+
+
+def test_what_writes_to_a_tensor_is_a_fault_too():
+    torch = pytest.importorskip("torch")
+    a, b = (torch.from_numpy(x).bfloat16() for x in arrays())
+    before = a.clone(), b.clone()
+    with registered(FakeBackend("fast", writing(1))), fake_timings(FAST):
+        out = dispatch.matmul(a, b)
+        assert dispatch.stats()["quarantined"]["fast"].startswith("wrote to its operands")
+    assert torch.equal(out, before[0] @ before[1])
+    assert torch.equal(b, before[1])
+
+
+def test_no_copies_are_made_beyond_the_policys_memory():
+    a, b = arrays(m=512, k=512, n=512)  # of each operand a MiB
+    seen = []
+    with registered(FakeBackend("fast", lambda x, y: (seen.append(x), x @ y)[1])), fake_timings(FAST):
+        for memory_mb in (4, 3):
+            seen.clear()
+            dispatch.explain(a, b, policy=load_policy("default").override(tuning={"memory_mb": memory_mb}))
+            dispatch.clear_store()
+            assert (seen[0] is a) == (memory_mb == 3)
+
+
+def test_a_result_on_another_device_is_a_fault():
+    torch = pytest.importorskip("torch")
+    a, b = (torch.from_numpy(x) for x in arrays())
+    with registered(FakeBackend("fast", lambda a, b: (a @ b).to("meta"))), fake_timings(FAST):
+        assert torch.equal(dispatch.matmul(a, b), a @ b)
+        assert dispatch.stats()["quarantined"]["fast"].startswith("returned device meta, not cpu")
 
 
 def test_wrong_values_are_too_wrong_and_no_fault():
@@ -369,14 +541,38 @@ def test_a_backend_by_name_that_fails_is_an_error_and_not_another_backend():
         is_right(dispatch.matmul(a, b), a, b)
 
 
-def test_a_lossy_backend_by_name_keeps_the_tolerance():
+@pytest.mark.parametrize("recipes", [("e4m3:row",), ("e4m3:row", "e4m3:tensor")])
+def test_a_lossy_backend_by_name_keeps_the_tolerance(recipes):
     a, b = arrays(dtype=np.float16)
-    bad = FakeBackend("bad", lambda a, b: (a @ b * 2).astype(np.float16), recipes=("e4m3:row", "e4m3:tensor"))
+    bad = FakeBackend("bad", lambda a, b: (a @ b * 2).astype(np.float16), recipes=recipes)
     with registered(bad), fake_timings({"baseline": 100.0, "bad": 10.0}):
         with pytest.raises(NoBackendError, match="error above tolerance"):
             dispatch.matmul(a, b, backend="bad")
         loose = load_policy("default").override(error={"tolerance": 1.0})
         assert dispatch.matmul(a, b, backend="bad", policy=loose).shape == (8, 4)
+
+
+def test_raw_fp8_values_stand_under_a_scale_of_one_alone():
+    e4m3 = dispatch.framework("numpy").dtype("float8_e4m3fn")
+    a, b = (x.astype(e4m3) for x in arrays())
+
+    def product(a, b):
+        return (a.astype(np.float32) @ b.astype(np.float32)).astype(dispatch.framework("numpy").dtype("bfloat16"))
+
+    lossy = FakeBackend("lossy", product, recipes=("e4m3:row", "e4m3:tensor", "e5m2:tensor"))
+    policy = load_policy("default").override(recipes={"allow": ["e4m3:row", "e4m3:tensor", "e5m2:tensor"]})
+    with registered(lossy), fake_timings({"baseline": 100.0, "lossy": 10.0}):
+        decision = dispatch.explain(a, b, policy=policy)
+    outcomes = {str(v.candidate): (v.outcome, v.reason) for v in decision.candidates}
+    assert outcomes["lossy/e4m3:tensor"][0] == "chosen"
+    assert outcomes["lossy/e4m3:row"] == (
+        "rejected",
+        "a is float8_e4m3fn without scales; needs float8_e4m3fn or a wider dtype; "
+        "b is float8_e4m3fn without scales; needs float8_e4m3fn or a wider dtype",
+    )
+    assert outcomes["lossy/e5m2:tensor"][1].startswith(
+        "a is float8_e4m3fn without scales; needs float8_e5m2 or a wider"
+    )
 
 
 # Policies
@@ -409,6 +605,18 @@ def test_a_policy_in_force_does_not_serve_another_ones_plan():
         assert fast.calls == calls + 1
 
 
+def test_a_policy_that_comes_with_a_call_does_not_serve_another_ones_plan():
+    a, b = arrays()
+    fast = Failing(None, 10**9)
+    with registered(FakeBackend("fast", fast)), fake_timings(FAST):
+        dispatch.matmul(a, b, policy="strict")
+        calls = fast.calls
+        is_right(dispatch.matmul(a, b, policy="native"), a, b)
+        assert fast.calls == calls
+        is_right(dispatch.matmul(a, b, policy="strict"), a, b)
+        assert fast.calls == calls + 1
+
+
 def test_rules_of_a_file_match_scopes(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[[rules]]\nmatch = { scope = "layers.*.up" }\nbackends.deny = ["fast"]\n')
@@ -427,7 +635,7 @@ def test_tuning_off_measures_nothing_and_serves_what_is_remembered():
             decision = dispatch.explain(a, b)
             is_right(dispatch.matmul(a, b), a, b)
             assert (decision.backend, decision.source) == ("bf16_fallback", "unmeasured")
-            assert decision.reason == "not measured: fast"
+            assert decision.reason == "not measured: fast ([tuning] mode is off)"
         assert dispatch.stats()["measured"] == 0
         dispatch.matmul(a, b)
         with use_policy(tuning={"mode": "off"}):
@@ -505,9 +713,10 @@ def test_a_thread_that_asked_the_store_before_it_was_measured_does_not_measure_a
 
 def test_threads_while_one_measures_get_the_baseline():
     a, b = arrays()
-    measuring, go_on = threading.Event(), threading.Event()
+    measuring, go_on, calls = threading.Event(), threading.Event(), []
 
     def product(a, b):
+        calls.append(a)
         measuring.set()
         assert go_on.wait(30)
         return a @ b
@@ -517,11 +726,59 @@ def test_threads_while_one_measures_get_the_baseline():
         first.start()
         assert measuring.wait(30)
         is_right(dispatch.matmul(a, b), a, b)
-        assert dispatch.explain(a, b).backend == "bf16_fallback"
+        is_right(dispatch.matmul(a[None], b)[0], a, b)  # the same problem by another call
+        decision = dispatch.explain(a, b)
+        assert decision.backend == "bf16_fallback"
+        assert decision.reason == "not measured: fast (another call is measuring it)"
         go_on.set()
         first.join(30)
         assert dispatch.explain(a, b).backend == "fast"  # what they got was not kept
+        calls.clear()
+        is_right(dispatch.matmul(a[None], b)[0], a, b)
+        assert calls
     assert dispatch.stats()["measured"] == 1
+
+
+def test_what_cannot_be_measured_now_says_why(monkeypatch):
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST), monkeypatch.context() as patched:
+        patched.setattr(type(dispatch.framework("numpy")), "measurable", lambda self, a: "a graph is captured")
+        decision = dispatch.explain(a, b)
+        assert decision.reason == "not measured: fast (a graph is captured)"
+        is_right(dispatch.matmul(a, b), a, b)
+
+
+def test_no_memory_for_the_reference_is_said(monkeypatch):
+    def reference(self, a, b):
+        raise MemoryError("huge")
+
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST), monkeypatch.context() as patched:
+        patched.setattr(type(dispatch.framework("numpy")), "reference", reference)
+        assert dispatch.explain(a, b).reason == "not measured: fast (MemoryError: huge)"
+        is_right(dispatch.matmul(a, b), a, b)
+
+
+def test_measuring_is_told_the_policys_limits_and_each_gate(monkeypatch):
+    told = {}
+    measure_latency = session.measure_latency
+
+    def spy(stopwatch, gates, budget_ms):
+        told.update(gates=gates, budget_ms=budget_ms)
+        return measure_latency(stopwatch, gates, budget_ms)
+
+    monkeypatch.setattr(session, "measure_latency", spy)
+    a, b = arrays(dtype=np.float16)
+    lossy = FakeBackend("lossy", lambda a, b: (a @ b) * np.float16(1.01), recipes=("e4m3:row",))
+    policy = load_policy("default").override(
+        tuning={"budget_ms": 123.0, "memory_mb": 77}, gate={"min_speedup": 3.0, "min_speedup_lossless": 2.0}
+    )
+    room = dispatch.framework("numpy")
+    with registered(lossy, FakeBackend("fast", good)), fake_timings(FAST), monkeypatch.context() as patched:
+        stopwatch = room.stopwatch
+        patched.setattr(room, "stopwatch", lambda calls, memory: told.update(memory=memory) or stopwatch(calls, memory))
+        dispatch.explain(a, b, policy=policy)
+    assert told == {"gates": [1.0, 3.0, 2.0], "budget_ms": 123.0, "memory": 77 << 20}
 
 
 # Remembered
@@ -595,6 +852,19 @@ def test_what_a_choice_depends_on_is_in_its_key(change):
             dispatch.matmul(a, b, policy=load_policy("default").override(error={"tolerance": 0.1}))
         else:
             dispatch.matmul(*arrays(m=9) if change == "shape" else arrays(dtype=np.float64))
+        assert dispatch.stats()["measured"] == 2
+
+
+def test_a_record_of_another_format_is_a_miss(engine):
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST):
+        dispatch.matmul(a, b)
+        ((key, record),) = engine.decisions.store.entries()
+        engine.decisions.store.put(key, {**record, "format": record["format"] - 1})
+        engine.decisions._memory.clear()
+        dispatch.forget()
+        assert dispatch.stored() == []
+        dispatch.matmul(a, b)
         assert dispatch.stats()["measured"] == 2
 
 
@@ -681,6 +951,30 @@ def test_degenerate_data_is_no_proof_for_what_loses_accuracy():
         assert dispatch.stored() == []
         assert dispatch.explain(a, b).backend == "lossy"
         assert [d.measurement.error_data for d in dispatch.stored()] == ["caller"]
+
+
+def test_data_that_say_nothing_are_not_measured_in_every_call():
+    a, b = arrays(dtype=np.float16)
+    zeros = np.zeros_like(b)
+    lossy = FakeBackend("lossy", lambda a, b: a @ b, recipes=("e4m3:row",))
+    with registered(lossy), fake_timings({"baseline": 100.0, "lossy": 10.0}):
+        measured = []
+        for _ in range(20):
+            before = dispatch.stats()["measured"]
+            assert (dispatch.matmul(a, zeros) == 0).all()
+            measured.append(dispatch.stats()["measured"] - before)
+        assert [i for i, times in enumerate(measured) if times] == [0, 1, 3, 7, 15]
+        assert "constant or not finite so far" in dispatch.explain(a, zeros).reason
+        for _ in range(16):  # other data come, and are measured after a while
+            is_right(dispatch.matmul(a, b), a, b, 1e-2)
+        assert dispatch.explain(a, b).backend == "lossy"
+        assert len(dispatch.stored()) == 1
+        measured = dispatch.stats()["measured"]
+        dispatch.matmul(a, zeros)
+        assert dispatch.stats()["measured"] == measured
+        dispatch.clear_store()
+        dispatch.matmul(a, zeros)
+        assert dispatch.stats()["measured"] == measured + 1
 
 
 def test_zero_sizes_are_neither_measured_nor_stored():

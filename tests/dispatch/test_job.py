@@ -70,6 +70,36 @@ def decisions(path: Path, job: object, wait_s: float = 5.0) -> Decisions:
     return Decisions(DecisionStore(path), Agreement(lambda: job, wait_s))  # type: ignore[arg-type, return-value]
 
 
+def test_what_does_not_last_is_agreed_on_and_not_stored(decided, tmp_path) -> None:
+    fast, own = decided
+    the_job = Shared()
+    one = decisions(tmp_path / "a.sqlite", the_job)
+    assert one.agree("key", fast, [fast.candidate], lasting=False) == fast
+    assert one.stored() == []
+    other = decisions(tmp_path / "b.sqlite", the_job)
+    assert other.agree("key", own, [fast.candidate, own.candidate], lasting=True).candidate == fast.candidate
+
+
+def test_a_job_that_did_not_answer_is_not_asked_again() -> None:
+    asked = []
+
+    class Deaf:
+        store = None
+
+        def get(self, key: str) -> str | None:
+            asked.append(key)
+            raise ConnectionError("gone")
+
+        first = get
+
+    agreement = Agreement(Deaf, 5.0)
+    assert agreement.get("key") is None
+    assert agreement.lost == "ConnectionError: gone"
+    assert agreement.get("other") is None
+    assert agreement.first("third", "text") is None
+    assert len(asked) == 1
+
+
 def test_the_first_writer_wins(decided, tmp_path) -> None:
     fast, own = decided
     the_job, able = Shared(), [fast.candidate, own.candidate]

@@ -124,6 +124,9 @@ BAD = {
     "error.metric = 'relative_l3'": "did you mean relative_l2? allowed: similarity_loss, relative_l2, max_abs",
     "error.metric = ['relative_l2']": "allowed: similarity_loss",
     "recipes.allow = ['e4m3:rows']": "granularity 'rows' is unknown; allowed: tensor, row",
+    "tolerance = 0.1": "tolerance is unknown; did you mean error.tolerance? allowed: gate, error, ",
+    "mode = 'off'": "mode is unknown; did you mean tuning.mode or guard.mode? allowed: ",
+    "error.min_speedup = 1": "error.min_speedup is unknown; did you mean gate.min_speedup? allowed: metric, ",
     "recipes.allow = 'e4m3:row'": "allowed: a list",
     "recipes.allow = [1]": "1 is not a scaling recipe",
     "recipes.allow = ['e4m3:row@e4m3:row@e4m3:row']": "not a pair",
@@ -197,6 +200,21 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.toml").write_bytes(b"# \xe9")
     with pytest.raises(PolicyError, match="cannot be read"):
         load_policy(tmp_path / "latin.toml")
+    with pytest.raises(PolicyError, match="cannot be read"):
+        load_policy("a\0b.toml")
+
+
+def test_a_file_that_is_nested_beyond_what_python_reads(write):
+    path = write(f"gate = {'[' * 5000}{']' * 5000}")
+    with pytest.raises(PolicyError, match="nested too deeply") as raised:
+        load_policy(path)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+def test_an_editors_byte_order_mark_is_passed_over(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf[gate]\r\nmin_speedup = 1.4\r\n")
+    assert load_policy(path).gate.min_speedup == 1.4
 
 
 WORDS = (

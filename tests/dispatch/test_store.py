@@ -249,6 +249,44 @@ for i in range(100_000):
         store.close()
 
 
+def test_a_forked_child_has_a_connection_of_its_own(path):
+    script = """
+    store = DecisionStore(Path(sys.argv[1]))
+    store.put("parent", {})
+    (own,) = [connection for _, connection in store._held]
+    if not (pid := os.fork()):
+        store.get("parent")
+        (held,) = [connection for _, connection in store._held]
+        os._exit(held is own)
+    print(json.dumps(os.waitpid(pid, 0)[1]))
+    """
+    assert run("if True:" + script, path) == 0
+
+
+def test_what_kept_a_parent_from_the_file_does_not_keep_its_child(path):
+    script = """
+    path = Path(sys.argv[1])
+    path.parent.mkdir(parents=True)
+    path.write_text("no database, however long it is read" * 100)
+    store = DecisionStore(path)
+    store.put("lost", {})
+    path.unlink()
+    if not (pid := os.fork()):
+        os._exit(store.state != "ok")
+    print(json.dumps([os.waitpid(pid, 0)[1], store.state]))
+    """
+    assert run("if True:" + script, path) == [0, "it is not an SQLite database"]
+
+
+def test_how_the_file_is_written(path):
+    store = DecisionStore(path)
+    store.put("a", {})
+    ((_, connection),) = store._held
+    asked = ("journal_mode", "synchronous", "busy_timeout")
+    found = [connection.execute(f"PRAGMA {what}").fetchone()[0] for what in asked]
+    assert found == [b"delete", 1, 5000]  # 1: NORMAL
+
+
 def test_threads_share_a_store(path):
     store = DecisionStore(path)
     failures = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +220,42 @@ class TestKey:
         jax.jit(lambda x: found.append(room.key(x, a)) or x)(a)
         assert None not in found
         assert found[0] != room.key(a, a)
+
+
+def test_what_numpy_measures_says_nothing_of_overflow_and_leaves_the_callers_settings() -> None:
+    with np.errstate(all="raise"):
+        before = np.geterr()
+        huge = np.full((2, 2), 6e4, np.float16)
+        assert np.isinf(dispatch.framework("numpy").isolated(lambda: huge * huge)).all()
+        assert np.geterr() == before
+
+
+def test_what_torch_multiplies_by_a_rule_of_its_own_takes_nothing_beside() -> None:
+    torch = pytest.importorskip("torch")
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's nested tensors are a prototype
+        a, b = torch.nested.nested_tensor(parts), torch.nested.nested_tensor([x.mT for x in parts])
+        assert torch.equal(dispatch.matmul(a, b)[1], torch.full((4, 4), 3.0))
+    with pytest.raises(TypeError, match="torch multiplies these by a rule of its own: there is nothing to choose"):
+        dispatch.explain(a, b)
+    for extra in ({"activation": "relu"}, {"bias": torch.ones(2)}, {"out_dtype": torch.float16}):
+        with pytest.raises(TypeError, match="multiplies these by a rule of its own: no bias, activation or out_dtype"):
+            dispatch.matmul(a, b, **extra)
+
+
+def test_what_changes_a_product_of_numpys_is_among_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, x = dispatch.framework("numpy"), np.ones((2, 2))
+    before = room.versions(x)
+    assert before["numpy"] == np.__version__
+    assert before["blas"] not in ("", "unknown")
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "61")
+            assert room.versions(x) != before
+    if hasattr(os, "sched_getaffinity"):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(97)))
+        assert room.versions(x) != before
 
 
 def test_flags_that_change_a_product_of_torchs_are_among_its_versions() -> None:

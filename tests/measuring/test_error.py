@@ -271,6 +271,30 @@ def test_normal_data_is_not_degenerate():
     assert not truth(NUMPY, problem(), A, eye).degenerate
 
 
+def test_a_tiny_row_beside_a_large_one_has_its_own_error():
+    reference = np.array([[1.0, 2.0, 3.0], [1e-200, 2e-200, 3e-200]])
+    found = reference * [[1.0], [2.0]]
+    assert compare(found, reference).relative_l2 == pytest.approx(1.0)
+    assert compare(found, reference).similarity_loss == pytest.approx(0.2)
+
+
+def test_random_operands_are_not_one_another():
+    room, spec = framework("numpy"), problem(16, 16, 16)
+    a, b = room.sample(spec, np.ones((16, 16), np.float32), np.ones((16, 16), np.float32), 3)
+    assert (a != b).mean() > 0.9
+
+
+@pytest.mark.parametrize(("k", "n"), [(16, 4), (300, 200), (64, 3)])
+def test_a_matrix_with_edges_of_zeros_is_not_degenerate(k, n):
+    a, b = normal(8, k), normal(k, n, seed=1)
+    for edge in (np.s_[:, :2], np.s_[:2], np.s_[:2, :2]):
+        b[edge] = 0.0
+        assert not truth(NUMPY, problem(8, n, k), a, b).degenerate
+    b[:, :2] = b[:2] = 0.0
+    assert not truth(NUMPY, problem(8, n, k), a, b).degenerate
+    assert truth(NUMPY, problem(8, n, k), a, b * 0.0).degenerate
+
+
 def test_one_entry_of_a_batch_that_is_constant_is_not_all():
     a, b = normal(2, 8, 16), normal(16, 4, seed=1)
     a[0] = 0.0

@@ -89,6 +89,15 @@ class TestEstimates:
         problem = Problem(30, 20, 50, Operand("float64"), Operand("float64"), "float64", "numpy", "cpu")
         assert estimates(Baseline(ROOM, problem, (a, b)), a @ b, 1, "similarity_loss").max() < 1e-28
 
+    @pytest.mark.parametrize("shape", [(), (1,), (20,), (30, 1), (30, 20)])
+    def test_know_of_the_bias(self, shape):
+        a, b = normal(30, 50, dtype=np.float64), normal(50, 20, seed=1, dtype=np.float64)
+        bias = np.asarray(100.0 * normal(*shape, seed=2, dtype=np.float64))
+        problem = Problem(30, 20, 50, Operand("float64"), Operand("float64"), "float64", "numpy", "cpu", bias="float64")
+        base = Baseline(ROOM, problem, (a, b, bias))
+        assert estimates(base, a @ b + bias, 1, "similarity_loss").max() < 1e-25
+        assert estimates(base, a @ b, 1, "similarity_loss").min() > 0.1
+
     @pytest.mark.parametrize("scale", [1e-30, 1e30, 1.0])
     def test_do_not_depend_on_magnitude(self, scale):
         a = (normal(20, 64, dtype=np.float32) * np.float32(scale)).astype(np.float32)

@@ -434,3 +434,14 @@ def test_rows_that_few_values_rule_have_no_lower_end(data):
     for _ in range(SAMPLE):
         look(x, np.where(x == 1.0, x, 1.01 * x))
     assert watch.tripped() == (data == "normal")
+
+
+def test_a_trip_is_reported_once() -> None:
+    watch, said = Watch(0.5), []
+    watch.report = said.append
+    trip = [0.0, 0.0]
+    watch.listen("a", trip)
+    assert not watch.tripped()
+    trip[:] = [1.0, 0.25]
+    assert [watch.tripped() for _ in range(3)] == [True] * 3
+    assert said == ["a row of a is off by 0.5 of itself, more than usual or allowed"]

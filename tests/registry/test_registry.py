@@ -6,6 +6,7 @@ import itertools
 import threading
 import types
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -402,3 +403,15 @@ def test_a_capability_of_bare_strings_is_refused(odd):
     stated = {"frameworks": ("torch",), "archs": ("sm90",), "dtypes": ("bfloat16",), "out_dtypes": ("bfloat16",)}
     with pytest.raises(TypeError, match="tuples"):
         Capability(**{**stated, **odd})
+
+
+def test_a_backend_is_asked_about_sizes_that_it_declares(with_points):
+    class Threes(FakeBackend):
+        def rejections(self, problem):
+            return dispatch.closest(self.capabilities, problem)
+
+    backend = Threes("threes")
+    backend.capabilities = (replace(backend.capabilities[0], multiple_of=(3, 5, 7)),)
+    with_points()
+    dispatch.register(backend)
+    assert [info.unavailable for info in dispatch.backends() if info.name == "threes"] == [None]

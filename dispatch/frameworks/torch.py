@@ -154,8 +154,13 @@ class TorchRoom:
             return bits.view(self.dtype(packed.dtype.name)).to(like.device)
 
     def to_numpy(self, array: Tensor) -> NDArray[Any]:
-        """Return the values on the host; bfloat16 and FP8 as ml_dtypes'."""
-        host = array.detach().cpu().contiguous()
+        """Return a copy of the values on the host; bfloat16 and FP8 as ml_dtypes'.
+
+        An alias would keep torch from ever resizing the tensor's storage, as FSDP does.
+        """
+        host = array.detach().resolve_conj().resolve_neg()
+        host = host.clone(memory_format=torch.contiguous_format) if host.device.type == "cpu" else host.cpu()
+        host = host.contiguous()
         try:
             return np.asarray(host.numpy())
         except TypeError:

@@ -101,6 +101,23 @@ def test_a_tensors_strides_convert() -> None:
     np.testing.assert_array_equal(room.to_numpy(torch.ones(2, requires_grad=True)), [1, 1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_a_tensor_whose_values_were_read_can_still_be_resized(dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    values = torch.ones(4, 6).to(getattr(torch, dtype))
+    dispatch.framework("torch").to_numpy(values)[...] = 0
+    assert (values.float() == 1).all()
+    values.untyped_storage().resize_(0)  # as FSDP does
+
+
+def test_a_tensor_that_is_negated_or_conjugated_when_read_converts() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    values = torch.tensor([[1 + 2j, 3 - 4j]])
+    for x in (values.conj(), values.conj().imag, torch._neg_view(values.real)):
+        wanted = np.asarray(x.resolve_conj().resolve_neg().tolist())
+        np.testing.assert_array_equal(dispatch.framework("torch").to_numpy(x), wanted)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", *FP8_DTYPES, "int8", "uint8", "int32"])
 def test_normal_is_random_and_repeats(room: Any, dtype: str) -> None:
     one, again, other = (room.to_numpy(room.normal((64, 64), dtype, seed)) for seed in (1, 1, 2))

@@ -158,9 +158,8 @@ class TorchRoom:
 
         An alias would keep torch from ever resizing the tensor's storage, as FSDP does.
         """
-        host = array.detach().resolve_conj().resolve_neg()
-        host = host.clone(memory_format=torch.contiguous_format) if host.device.type == "cpu" else host.cpu()
-        host = host.contiguous()
+        plain = array.detach().resolve_conj().resolve_neg()
+        host = plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
         try:
             return np.asarray(host.numpy())
         except TypeError:

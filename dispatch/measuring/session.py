@@ -227,7 +227,7 @@ def _run(base: Baseline, entrant: Entrant, operands: Operands, policy: Policy) -
     tried = map_arrays(given, room.copied, lambda x: room.is_array_type(type(x)))
     out = entrant.plan(*tried)
     pairs = zip(_arrays(room, tried), arrays, strict=True)
-    return out, not all(_bits(room, one) == _bits(room, other) for one, other in pairs)
+    return out, any(one is not other and _bits(room, one) != _bits(room, other) for one, other in pairs)
 
 
 def _arrays(room: Framework, operands: Operands) -> list[Any]:

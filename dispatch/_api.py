@@ -13,10 +13,10 @@ from dispatch._measurement import FRAMEWORKS_OWN
 from dispatch.frameworks.compiled import NOT_OURS, interpreted, traced
 from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, check_alive, describe, is_callers, own_product, refused, request
-from dispatch.measuring.faults import is_out_of_memory
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
+from dispatch.registry.faults import is_out_of_memory
 from dispatch.remembering import DecisionStore, KnownCalls
 
 _table = KnownCalls()

@@ -21,11 +21,11 @@ from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
 from dispatch.measuring.calibration import Calibration, in_force, timings_of
 from dispatch.measuring.ends import at_ends
-from dispatch.measuring.faults import broken, checked, is_out_of_memory, said
 from dispatch.measuring.guard import Guard, unguardable
 from dispatch.measuring.patience import Patience
 from dispatch.measuring.session import Entrant, Operands, Table, Timings, measure, random_operands
 from dispatch.policies.policy import Policy
+from dispatch.registry.faults import broken, checked, is_out_of_memory, said
 from dispatch.registry.registry import Registry
 from dispatch.remembering import Decisions, DecisionStore, keys_of
 

@@ -11,8 +11,8 @@ from dispatch._problem import ACTIVATIONS, FP8_DTYPES, Operand, Problem
 from dispatch.frameworks import NAMES, Framework, framework_of
 from dispatch.frameworks.operands import array_of, decoded_dtype, native, undressed, undressing
 from dispatch.frameworks.shapes import Shapes
-from dispatch.measuring.faults import text_of
 from dispatch.quantization import PreparedOperand, ScaledArray
+from dispatch.registry.faults import text_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

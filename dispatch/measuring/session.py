@@ -15,9 +15,9 @@ from dispatch._problem import Problem
 from dispatch.frameworks._clock import map_arrays
 from dispatch.frameworks.operands import array_of, decode, decoded, native, stated
 from dispatch.measuring.error import Rows, Truth, compare, finite_fault, truth
-from dispatch.measuring.faults import is_out_of_memory, said
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
+from dispatch.registry.faults import is_out_of_memory, said
 
 if TYPE_CHECKING:
     from dispatch._backend import Plan

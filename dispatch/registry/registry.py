@@ -13,7 +13,7 @@ import pluggy
 
 from dispatch._backend import Backend, Capability
 from dispatch._measurement import BASELINE
-from dispatch.measuring.faults import said
+from dispatch.registry.faults import said
 
 if TYPE_CHECKING:
     from dispatch._decision import Decision

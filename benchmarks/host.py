@@ -151,17 +151,17 @@ def _plan(a: Any, b: Any, weight: Any) -> Callable[..., Any]:
     return lambda x, _: plan(x, weight)
 
 
-def print_compiled(found: list[dict[str, Any]]) -> None:
-    """Print the rows of compiled calls."""
-    for entry in found:
-        problem, others = entry["problem"], {x.partition("@")[0]: us for x, us in entry["peers"].items()}
-        print(
-            f"{problem['m']}x{problem['n']}x{problem['k']}".ljust(14) + entry["way"].ljust(10),
-            f"{entry['host_us']:8.1f} +- {entry['spread_us'] / 2:.1f} us, beyond torch.matmul's",
-            f"{entry['beyond_us']:+.1f} +- {entry['beyond_spread_us'] / 2:.1f};",
-            "  ".join(f"{name} {us:.1f}" for name, us in others.items()),
-            f" {entry['candidate']}",
-        )
+def print_compiled(entry: dict[str, Any]) -> None:
+    """Print the row of a compiled call."""
+    problem, others = entry["problem"], {x.partition("@")[0]: us for x, us in entry["peers"].items()}
+    print(
+        f"{problem['m']}x{problem['n']}x{problem['k']}".ljust(14) + entry["way"].ljust(10),
+        f"{entry['host_us']:8.1f} +- {entry['spread_us'] / 2:.1f} us, beyond torch.matmul's",
+        f"{entry['beyond_us']:+.1f} +- {entry['beyond_spread_us'] / 2:.1f};",
+        "  ".join(f"{name} {us:.1f}" for name, us in others.items()),
+        f" {entry['candidate']}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -171,10 +171,10 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compiled calls in torch instead")
     arguments = parser.parse_args()
     if arguments.compiled:
-        rows = list(compiled())
-        print_compiled(rows)
-        if arguments.record:
-            _rows.append(rows, arguments.record)
+        for row in compiled():
+            print_compiled(row)
+            if arguments.record:
+                _rows.append([row], arguments.record)
         return
     found = [measure(name, size) for size in (64, 4) for name in dispatch.installed()]
     torch_us = next((x["own_us"] for x in found if x["framework"] == "torch" and x["size"] == 64), None)

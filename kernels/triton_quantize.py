@@ -22,20 +22,19 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
-    PARTS_TOGETHER,
-    ROWS_AT_ONCE,
-    SAMPLE,
     SHIFT,
     Launch,
+    add_to,
+    count_on,
     encode,
     errors_of,
+    judge,
+    judge_sums,
+    looks,
     magnitude,
-    sampled,
-    samplers,
-    samplers_of,
+    number_of,
     scales_of,
     store_scale,
-    tell,
     wait_for_predecessor,
 )
 
@@ -50,6 +49,8 @@ def quantize_row_tile(
     x,
     out,
     scale,
+    sums,
+    trip,
     tile,
     rows,
     cols,
@@ -59,7 +60,8 @@ def quantize_row_tile(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Quantize `block_rows` rows, each whole in registers. Sizes are not shifted."""
+    """Quantize `block_rows` rows, each whole in registers, and look at them for the guard. Sizes are not shifted."""
+    number = number_of(sums)
     first = tile.to(tl.int64) * block_rows
     row = first + tl.arange(0, block_rows)
     col = tl.arange(0, block_cols)
@@ -67,39 +69,21 @@ def quantize_row_tile(
     source = x + row[:, None] * stride + col[None, :]
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     amax = tl.max(magnitude(value), 1)
+    look = looks(number)
     row_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None], out)
     written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
     tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
     store_scale(scale + row, row_scale, row < out_rows)
-
-
-@triton.jit
-def sample_rows(
-    x,
-    out,
-    scale,
-    sums,
-    trip,
-    sampler,
-    rows,
-    cols,
-    stride,
-    out_rows,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-    long: tl.constexpr,
-):
-    """Sample `block_rows` rows, or ROWS_AT_ONCE of short ones, for the guard. Sizes are not shifted."""
-    lines: tl.constexpr = block_rows if long else max(block_rows, ROWS_AT_ONCE)
-    piece: tl.constexpr = max(1, block_rows * block_cols // (8 * lines))
-    wide: tl.constexpr = min(2 * piece, block_cols)
-    tile, _, launch = sampled(sums, sampler, out_rows, lines, 1)
-    row = tile * lines + tl.arange(0, lines)
-    square, error = errors_of(
-        x, out, scale, None, row, rows, stride, 0, cols, 1, cols, lines, 1, piece, wide, block_cols // wide
-    )
-    tell(sums, trip, sampler, launch, 1, square, error, out_rows, lines)
+    if sums is not None:
+        if look:
+            piece: tl.constexpr = max(1, block_cols // 4)
+            square, error = errors_of(
+                x, out, scale, inverse, row, rows, stride, 0, cols, 1, cols, block_rows, 1, piece, 2
+            )
+            judge(sums, trip, number, square, error)
+        if tile == tl.cdiv(out_rows, block_rows) - 1:
+            count_on(sums, number)
 
 
 @triton.jit
@@ -122,13 +106,7 @@ def quantize_rows_kernel(
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     tile = tl.program_id(0)
-    if sums is not None:
-        looking = samplers_of(out_rows, max(block_rows, ROWS_AT_ONCE), 1)
-        if tile < looking:
-            sample_rows(x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, block_rows, block_cols, False)
-            return
-        tile -= looking
-    quantize_row_tile(x, out, scale, tile, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
+    quantize_row_tile(x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
 
 
 @triton.jit
@@ -150,12 +128,7 @@ def quantize_long_rows_kernel(
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     tile = tl.program_id(0)
-    if sums is not None:
-        looking = samplers_of(out_rows, 1, 1)
-        if tile < looking:
-            sample_rows(x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, 1, block_cols, True)
-            return
-        tile -= looking
+    number = number_of(sums)
     row = tile.to(tl.int64)
     offsets = tl.arange(0, block_cols)
     source = x + row * stride
@@ -165,6 +138,7 @@ def quantize_long_rows_kernel(
         value = tl.load(source + start + offsets, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         largest = tl.maximum(largest, magnitude(value))
     amax = tl.max(largest, 0, keep_dims=True)
+    look = looks(number)
     row_scale, inverse = scales_of(amax, out, scale)
     for start in range(0, out_cols, block_cols):
         inside = (start + offsets < cols) & (row < rows)
@@ -173,6 +147,13 @@ def quantize_long_rows_kernel(
         tl.store(out + row * out_cols + start + offsets, encoded, mask=start + offsets < out_cols)
     one = tl.arange(0, 1)
     store_scale(scale + row + one, row_scale, one == 0)
+    if sums is not None:
+        if look:
+            piece: tl.constexpr = block_cols // 4
+            square, error = errors_of(x, out, scale, inverse, row + one, rows, stride, 0, cols, 1, cols, 1, 1, piece, 4)
+            judge(sums, trip, number, square, error)
+        if tile == out_rows - 1:
+            count_on(sums, number)
 
 
 @triton.jit
@@ -228,30 +209,10 @@ def scale_tensor_kernel(
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     program, programs = tl.program_id(0), tl.num_programs(0)
+    number = number_of(sums)
     amax = tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True)
     whole_scale, inverse = scales_of(amax, out, scale)
-    if sums is not None:
-        lines: tl.constexpr = block_cols if transposed else block_rows
-        span: tl.constexpr = block_rows if transposed else block_cols
-        parts = tl.cdiv(out_cols, PARTS_TOGETHER * span)
-        looking = samplers_of(out_rows, lines, parts)
-        if program < looking:
-            looked_at, part, launch = sampled(sums, program, out_rows, lines, parts)
-            line, first = looked_at * lines + tl.arange(0, lines), part * PARTS_TOGETHER * span
-            last = first + PARTS_TOGETHER * span
-            piece: tl.constexpr = span // 16
-            if transposed:
-                square, error = errors_of(
-                    x, out, scale, inverse, line, cols, 1, first, last, stride, rows, lines, 1, piece, 4 * piece, 1
-                )
-            else:
-                square, error = errors_of(
-                    x, out, scale, inverse, line, rows, stride, first, last, 1, cols, lines, 1, piece, 4 * piece, 1
-                )
-            tell(sums, trip, program, launch, parts, square, error, out_rows, lines)
-            return
-        program -= looking
-        programs -= looking
+    look = looks(number)
     tile = programs - 1 - program
     row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
@@ -267,27 +228,43 @@ def scale_tensor_kernel(
     else:
         written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
         tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
+    if sums is not None:
+        lines: tl.constexpr = block_cols if transposed else block_rows
+        span: tl.constexpr = block_rows if transposed else block_cols
+        across, part = tile % col_tiles, tile // col_tiles
+        if not transposed:
+            across, part = part, across
+        if part == 0:
+            judge_sums(sums, trip, number, across, out_rows, lines)
+        if look:
+            first = part * span
+            piece: tl.constexpr = span // 16
+            if transposed:
+                square, error = errors_of(
+                    x, out, scale, inverse, col, cols, 1, first, first + span, stride, rows, lines, 1, piece, 1
+                )
+            else:
+                square, error = errors_of(
+                    x, out, scale, inverse, row, rows, stride, first, first + span, 1, cols, lines, 1, piece, 4
+                )
+            add_to(sums, across, square, error, out_rows, lines)
+        if tile == 0:
+            count_on(sums, number)
 
 
-def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int], *, guarded: bool = False) -> Launch:
-    """Return the launch of `quantize_rows`; its pointers are x, out, scale, sums and trip.
-
-    guarded: whether sums and trip are not None.
-    """
+def rows_launch(shape: tuple[int, int], stride: int, out_shape: tuple[int, int]) -> Launch:
+    """Return the launch of `quantize_rows`; its pointers are x, out, scale, sums and trip."""
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride, out_rows + shift, out_cols + shift)
     if out_cols > ROW_LIMIT:
         options = {"block_cols": 8192, "num_warps": 16}
-        programs = out_rows + samplers(out_rows, 1, 1, guarded=guarded)
-        return Launch(quantize_long_rows_kernel, (programs, 1, 1), sizes, options)
+        return Launch(quantize_long_rows_kernel, (out_rows, 1, 1), sizes, options)
     block_cols = max(16, triton.next_power_of_2(out_cols))
-    block_rows = min(SAMPLE.value, max(1, 4096 // block_cols))
+    block_rows = min(16, max(1, 4096 // block_cols))
     warps = 4 if block_cols <= 4096 else 8
     options = {"block_rows": block_rows, "block_cols": block_cols, "num_warps": warps}
-    programs = triton.cdiv(out_rows, block_rows)
-    programs += samplers(out_rows, max(block_rows, ROWS_AT_ONCE.value), 1, guarded=guarded)
-    return Launch(quantize_rows_kernel, (programs, 1, 1), sizes, options)
+    return Launch(quantize_rows_kernel, (triton.cdiv(out_rows, block_rows), 1, 1), sizes, options)
 
 
 def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, trip: Any | None = None) -> None:
@@ -298,8 +275,7 @@ def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, trip: A
     sums, trip: None, or what `triton_quantize_common.tell` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
-    launch = rows_launch(shape, x.stride(0), out_shape, guarded=sums is not None)
-    launch.run(x, out, scale, sums, trip)
+    rows_launch(shape, x.stride(0), out_shape).run(x, out, scale, sums, trip)
 
 
 def tensor_launches(
@@ -308,12 +284,8 @@ def tensor_launches(
     out_shape: tuple[int, int],
     *,
     transposed: bool = False,
-    guarded: bool = False,
 ) -> tuple[Launch, Launch]:
-    """Return the two launches of `quantize_tensor`; their pointers: x, partial; x, partial, out, scale, sums, trip.
-
-    guarded: whether sums and trip are not None.
-    """
+    """Return the two launches of `quantize_tensor`; their pointers: x, partial; x, partial, out, scale, sums, trip."""
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride)
@@ -327,13 +299,9 @@ def tensor_launches(
     grid_rows, grid_cols = (out_cols, out_rows) if transposed else (out_rows, out_cols)
     col_tiles = triton.cdiv(grid_cols, width)
     options = {"partials": TENSOR_PARTIALS, "transposed": transposed}
-    programs = triton.cdiv(grid_rows, height) * col_tiles
-    lines, span = (width, height) if transposed else (height, width)
-    parts = triton.cdiv(out_cols, PARTS_TOGETHER.value * span)
-    programs += samplers(out_rows, lines, parts, guarded=guarded)
     cast = Launch(
         scale_tensor_kernel,
-        (programs, 1, 1),
+        (triton.cdiv(grid_rows, height) * col_tiles, 1, 1),
         (*sizes, out_rows + shift, out_cols + shift, col_tiles),
         {**options, "block_rows": height, "block_cols": width, "num_warps": 8},
     )
@@ -356,6 +324,6 @@ def quantize_tensor(
     partial: TENSOR_PARTIALS float32 values of workspace. sums, trip: as in `quantize_rows`.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
-    amax, cast = tensor_launches(shape, x.stride(0), out_shape, transposed=transposed, guarded=sums is not None)
+    amax, cast = tensor_launches(shape, x.stride(0), out_shape, transposed=transposed)
     amax.run(x, partial)
     cast.run(x, partial, out, scale, sums, trip)

@@ -16,19 +16,20 @@ import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
     SHIFT,
     Launch,
+    add_to,
+    count_on,
     encode,
     encode_four,
     errors_of,
     four_magnitudes,
+    judge_sums,
     load_four,
+    looks,
     magnitude,
-    sampled,
-    samplers,
-    samplers_of,
+    number_of,
     scales_of,
     store_four,
     store_scale,
-    tell,
     wait_for_predecessor,
 )
 
@@ -39,54 +40,59 @@ TRANSPOSED_TILE = (128, 64)
 
 
 @triton.jit
-def sample_blocks(
+def look_at_blocks(
     x,
     out,
     scale,
     sums,
     trip,
-    sampler,
+    number,
+    look,
+    tile,
+    part,
     lines,
     line_stride,
     length,
     stride,
     out_rows,
-    parts,
-    blocks,
+    blocks: tl.constexpr,
     width: tl.constexpr,
     tile_rows: tl.constexpr,
     height: tl.constexpr,
     piece: tl.constexpr,
 ):
-    """Sample `blocks` blocks side by side of each of a tile's lines for the guard; lines are rows of the output.
+    """Look at a tile of `blocks` blocks side by side of each line for the guard, if it is one of this launch's.
 
-    width: of a block along a line; height: how many lines it has, of the tile's.
+    Lines are rows of the output. width: of a block along a line; height: how many lines it has, of the tile's.
     """
-    tile, part, launch = sampled(sums, sampler, out_rows, tile_rows, parts)
-    line, first = tile * tile_rows + tl.arange(0, tile_rows), part * blocks * width
-    square, error = tl.zeros((tile_rows,), tl.float32), tl.zeros((tile_rows,), tl.float32)
-    for start in range(first, tl.minimum(first + blocks * width, length), width):
-        more_square, more_error = errors_of(
-            x,
-            out,
-            scale,
-            None,
-            line,
-            lines,
-            line_stride,
-            start,
-            start + width,
-            stride,
-            length,
-            tile_rows,
-            height,
-            piece,
-            piece,
-            width // piece,
-        )
-        square += more_square
-        error += more_error
-    tell(sums, trip, sampler, launch, parts, square, error, out_rows, tile_rows)
+    if part == 0:
+        judge_sums(sums, trip, number, tile, out_rows, tile_rows)
+    if look:
+        line, first = tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows), part * blocks * width
+        square, error = tl.zeros((tile_rows,), tl.float32), tl.zeros((tile_rows,), tl.float32)
+        for start in range(first, tl.minimum(first + blocks * width, length), width):
+            more_square, more_error = errors_of(
+                x,
+                out,
+                scale,
+                None,
+                line,
+                lines,
+                line_stride,
+                start,
+                start + width,
+                stride,
+                length,
+                tile_rows,
+                height,
+                piece,
+                width // piece,
+            )
+            square += more_square
+            error += more_error
+        add_to(sums, tile, square, error, out_rows, tile_rows)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        count_on(sums, number)
 
 
 @triton.jit
@@ -117,43 +123,43 @@ def quantize_blocks_kernel(
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     col_tiles = tl.cdiv(out_cols, across * width)
     program = tl.program_id(0)
-    if sums is not None:
-        looking = samplers_of(out_rows, down * height, col_tiles)
-        if program < looking:
-            piece: tl.constexpr = min(width, max(16, 1024 // (down * height)))
-            sample_blocks(
-                x,
-                out,
-                scale,
-                sums,
-                trip,
-                program,
-                rows,
-                stride,
-                cols,
-                1,
-                out_rows,
-                col_tiles,
-                across,
-                width,
-                down * height,
-                height,
-                piece,
-            )
-            return
-        program -= looking
+    number = number_of(sums)
     block_row = (program // col_tiles).to(tl.int64) * down + tl.arange(0, down)
     block_col = (program % col_tiles).to(tl.int64) * across + tl.arange(0, across)
     row = (block_row[:, None] * height + tl.arange(0, height)[None, :])[:, :, None, None]
     col = (block_col[:, None] * width + tl.arange(0, width)[None, :])[None, None, :, :]
     value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     amax = tl.max(tl.max(magnitude(value), 3), 1)  # (down, across)
+    look = looks(number)
     block_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None, :, None], out)
     tl.store(out + row * out_cols + col, encoded, mask=(row < out_rows) & (col < out_cols))
     present = (block_row * height < out_rows)[:, None] & (block_col * width < out_cols)[None, :]
     place = scale + block_row[:, None] * scale_stride_row + block_col[None, :] * scale_stride_col
     store_scale(place, block_scale, present)
+    if sums is not None:
+        piece: tl.constexpr = min(width, max(16, 1024 // (down * height)))
+        look_at_blocks(
+            x,
+            out,
+            scale,
+            sums,
+            trip,
+            number,
+            look,
+            program // col_tiles,
+            program % col_tiles,
+            rows,
+            stride,
+            cols,
+            1,
+            out_rows,
+            across,
+            width,
+            down * height,
+            height,
+            piece,
+        )
 
 
 @triton.jit
@@ -183,32 +189,7 @@ def transpose_blocks_kernel(
     height: tl.constexpr = 4 * quarter
     col_tiles = tl.cdiv(out_rows, across * width)
     program = tl.program_id(0)
-    if sums is not None:
-        parts = tl.cdiv(out_cols, down * height)
-        looking = samplers_of(out_rows, across * width, parts)
-        if program < looking:
-            piece: tl.constexpr = min(height, 16)
-            sample_blocks(
-                x,
-                out,
-                scale,
-                sums,
-                trip,
-                program,
-                cols,
-                1,
-                rows,
-                stride,
-                out_rows,
-                parts,
-                down,
-                height,
-                across * width,
-                width,
-                piece,
-            )
-            return
-        program -= looking
+    number = number_of(sums)
     tile_row = (program // col_tiles).to(tl.int64)
     tile_col = (program % col_tiles).to(tl.int64)
     # The tile has two dimensions, so that lines of out are stored whole; only what is shared has four.
@@ -216,7 +197,9 @@ def transpose_blocks_kernel(
     col = tile_col * (across * width) + tl.arange(0, across * width)[None, :]
     first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
     largest = four_magnitudes(first, second, third, fourth).reshape(down, quarter, across, width)
-    block_scale, inverse = scales_of(tl.max(tl.max(largest, 3), 1), out, scale)  # (down, across)
+    amax = tl.max(tl.max(largest, 3), 1)  # (down, across)
+    look = looks(number)
+    block_scale, inverse = scales_of(amax, out, scale)
     inverse = tl.broadcast_to(inverse[:, None, :, None], (down, quarter, across, width))
     inverse = inverse.reshape(down * quarter, across * width)
     word = tl.trans(encode_four(first, second, third, fourth, inverse, out, whole))
@@ -226,6 +209,29 @@ def transpose_blocks_kernel(
     present = (block_row * height < out_cols)[:, None] & (block_col * width < out_rows)[None, :]
     place = scale + block_col[None, :] * scale_stride_row + block_row[:, None] * scale_stride_col
     store_scale(place, block_scale, present)
+    if sums is not None:
+        piece: tl.constexpr = min(height, 16)
+        look_at_blocks(
+            x,
+            out,
+            scale,
+            sums,
+            trip,
+            number,
+            look,
+            program % col_tiles,
+            program // col_tiles,
+            cols,
+            1,
+            rows,
+            stride,
+            out_rows,
+            down,
+            height,
+            across * width,
+            width,
+            piece,
+        )
 
 
 def blocks_launch(
@@ -236,20 +242,15 @@ def blocks_launch(
     scale_strides: tuple[int, int],
     *,
     transposed: bool = False,
-    guarded: bool = False,
 ) -> Launch:
-    """Return the launch of `quantize_blocks`; its pointers are x, out, scale, sums and trip.
-
-    guarded: whether sums and trip are not None.
-    """
+    """Return the launch of `quantize_blocks`; its pointers are x, out, scale, sums and trip."""
     (rows, cols), (out_rows, out_cols) = shape, out_shape
     height, width = reversed(block) if transposed else block
     tile_rows, tile_cols = TRANSPOSED_TILE if transposed else TILES[block]
     span_rows, span_cols = reversed(out_shape) if transposed else out_shape
     down, across = max(1, tile_rows // height), max(1, tile_cols // width)
     row_tiles, col_tiles = triton.cdiv(span_rows, down * height), triton.cdiv(span_cols, across * width)
-    lines, parts = (across * width, row_tiles) if transposed else (down * height, col_tiles)
-    programs = row_tiles * col_tiles + samplers(out_shape[0], lines, parts, guarded=guarded)
+    programs = row_tiles * col_tiles
     shift = SHIFT.value
     sizes = (rows + shift, cols + shift, stride, out_rows + shift, out_cols + shift, *scale_strides)
     options = {"down": down, "across": across, "width": width}
@@ -279,6 +280,6 @@ def quantize_blocks(
     """
     out_shape = (out.shape[0], out.shape[1])
     strides = (scale.stride(0), scale.stride(1))
-    shape, guarded = (x.shape[0], x.shape[1]), sums is not None
-    launch = blocks_launch(shape, x.stride(0), out_shape, block, strides, transposed=transposed, guarded=guarded)
+    shape = (x.shape[0], x.shape[1])
+    launch = blocks_launch(shape, x.stride(0), out_shape, block, strides, transposed=transposed)
     launch.run(x, out, scale, sums, trip)

@@ -16,22 +16,23 @@ from typing import Any
 import triton
 import triton.language as tl
 from dispatch.kernels.triton_quantize_common import (
-    PARTS_TOGETHER,
     SHIFT,
     Launch,
+    add_to,
+    count_on,
     encode,
     encode_four,
     errors_of,
     four_magnitudes,
+    judge,
+    judge_sums,
     load_four,
+    looks,
     magnitude,
-    sampled,
-    samplers,
-    samplers_of,
+    number_of,
     scales_of,
     store_four,
     store_scale,
-    tell,
     wait_for_predecessor,
 )
 
@@ -46,6 +47,8 @@ def quantize_column_tile(
     x,
     out,
     scale,
+    sums,
+    trip,
     tile,
     rows,
     cols,
@@ -56,28 +59,29 @@ def quantize_column_tile(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ):
-    """Quantize and transpose `block_cols` columns of x (rows, cols), each whole in registers. Sizes are not shifted."""
+    """Quantize and transpose `block_cols` columns of x (rows, cols), each whole in registers, and look at them.
+
+    Sizes are not shifted.
+    """
+    number = number_of(sums)
     quad = tl.arange(0, block_rows // 4).to(tl.int64)[:, None]
     col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
-    col_scale, inverse = scales_of(tl.max(four_magnitudes(first, second, third, fourth), 0), out, scale)
+    amax = tl.max(four_magnitudes(first, second, third, fourth), 0)
+    look = looks(number)
+    col_scale, inverse = scales_of(amax, out, scale)
     store_scale(scale + col, col_scale, col < out_rows)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, whole))
     store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, whole)
-
-
-@triton.jit
-def sample_columns(
-    x, out, scale, sums, trip, sampler, rows, cols, stride, out_rows, block_rows: tl.constexpr, block_cols: tl.constexpr
-):
-    """Sample `block_cols` columns, rows of the output, for the guard. Sizes are not shifted."""
-    tile, _, launch = sampled(sums, sampler, out_rows, block_cols, 1)
-    col = tile * block_cols + tl.arange(0, block_cols)
-    piece: tl.constexpr = block_rows // 16
-    square, error = errors_of(
-        x, out, scale, None, col, cols, 1, 0, rows, stride, rows, block_cols, 1, piece, 2 * piece, 8
-    )
-    tell(sums, trip, sampler, launch, 1, square, error, out_rows, block_cols)
+    if sums is not None:
+        if look:
+            piece: tl.constexpr = block_rows // 16
+            square, error = errors_of(
+                x, out, scale, inverse, col, cols, 1, 0, rows, stride, rows, block_cols, 1, piece, 4
+            )
+            judge(sums, trip, number, square, error)
+        if tile == tl.cdiv(out_rows, block_cols) - 1:
+            count_on(sums, number)
 
 
 @triton.jit
@@ -101,13 +105,9 @@ def quantize_columns_kernel(
     wait_for_predecessor(dependent)
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     tile = tl.program_id(0)
-    if sums is not None:
-        looking = samplers_of(out_rows, block_cols, 1)
-        if tile < looking:
-            sample_columns(x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, block_rows, block_cols)
-            return
-        tile -= looking
-    quantize_column_tile(x, out, scale, tile, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols)
+    quantize_column_tile(
+        x, out, scale, sums, trip, tile, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols
+    )
 
 
 @triton.jit
@@ -145,37 +145,6 @@ def column_scales(partial, out, scale, col, cols, splits: tl.constexpr):
 
 
 @triton.jit
-def sample_cast(
-    x,
-    partial,
-    out,
-    scale,
-    sums,
-    trip,
-    sampler,
-    rows,
-    cols,
-    stride,
-    out_rows,
-    row_tiles,
-    splits: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-):
-    """Sample PARTS_TOGETHER tiles of x (rows, cols) for the guard, given the partial maxima of their columns."""
-    span: tl.constexpr = PARTS_TOGETHER * block_rows
-    parts = tl.cdiv(row_tiles, PARTS_TOGETHER)
-    tile, part, launch = sampled(sums, sampler, out_rows, block_cols, parts)
-    col, first = tile * block_cols + tl.arange(0, block_cols), part * span
-    _, by = column_scales(partial, out, scale, col, cols, splits)
-    piece: tl.constexpr = block_rows // 16
-    square, error = errors_of(
-        x, out, scale, by, col, cols, 1, first, first + span, stride, rows, block_cols, 1, piece, 4 * piece, 1
-    )
-    tell(sums, trip, sampler, launch, parts, square, error, out_rows, block_cols)
-
-
-@triton.jit
 def scale_columns_kernel(
     x,
     partial,
@@ -203,28 +172,7 @@ def scale_columns_kernel(
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     row_tiles = tl.cdiv(out_cols, block_rows)
     program = tl.program_id(0)
-    if sums is not None:
-        looking = samplers_of(out_rows, block_cols, tl.cdiv(row_tiles, PARTS_TOGETHER))
-        if program < looking:
-            sample_cast(
-                x,
-                partial,
-                out,
-                scale,
-                sums,
-                trip,
-                program,
-                rows,
-                cols,
-                stride,
-                out_rows,
-                row_tiles,
-                splits,
-                block_rows,
-                block_cols,
-            )
-            return
-        program -= looking
+    number = number_of(sums)
     row_tile, col_tile = program % row_tiles, program // row_tiles
     if inside:
         quad = row_tile.to(tl.int64) * (block_rows // 4) + tl.arange(0, block_rows // 4)[:, None]
@@ -232,6 +180,7 @@ def scale_columns_kernel(
         row = row_tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     col_scale, inverse = column_scales(partial, out, scale, col, cols, splits)
+    look = looks(number)
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     if inside:
@@ -244,6 +193,32 @@ def scale_columns_kernel(
         encoded = tl.trans(encode(value, inverse[None, :], out))
         written = (col < out_rows)[:, None] & (row < out_cols)[None, :]
         tl.store(out + col[:, None] * out_cols + row[None, :], encoded, mask=written)
+    if sums is not None:
+        if row_tile == 0:
+            judge_sums(sums, trip, number, col_tile, out_rows, block_cols)
+        if look:
+            piece: tl.constexpr = block_rows // 32
+            begin = row_tile * block_rows
+            square, error = errors_of(
+                x,
+                out,
+                scale,
+                inverse,
+                col,
+                cols,
+                1,
+                begin,
+                begin + block_rows,
+                stride,
+                rows,
+                block_cols,
+                1,
+                piece,
+                8,
+            )
+            add_to(sums, col_tile, square, error, out_rows, block_cols)
+        if program == tl.num_programs(0) - 1:
+            count_on(sums, number)
 
 
 def whole_columns_tile(out_cols: int) -> tuple[int, int] | None:
@@ -265,11 +240,10 @@ def columns_launches(
     out_shape: tuple[int, int],
     *,
     aligned: bool = True,
-    guarded: bool = False,
 ) -> tuple[Launch, ...]:
     """Return the launches of `quantize_columns`.
 
-    aligned: the address of x is a multiple of 16. guarded: sums and trip are not None.
+    aligned: the address of x is a multiple of 16.
 
     Either one, with the pointers x, out, scale, sums, trip; or two, with x, partial and x, partial, out, scale, sums,
     trip.
@@ -282,8 +256,7 @@ def columns_launches(
     tile = whole_columns_tile(out_cols)
     if tile is not None:
         options = {"whole": whole, "block_rows": tile[0], "block_cols": tile[1], "num_warps": 4}
-        programs = triton.cdiv(out_rows, tile[1]) + samplers(out_rows, tile[1], 1, guarded=guarded)
-        return (Launch(quantize_columns_kernel, (programs, 1, 1), sizes, options),)
+        return (Launch(quantize_columns_kernel, (triton.cdiv(out_rows, tile[1]), 1, 1), sizes, options),)
     block_rows = (
         64 if rows <= 256 * COLUMN_SPLITS else 32
     )  # on an H200 12.9 us and 14.8 us at 4096^2, 41 and 37 at 8192^2
@@ -296,12 +269,9 @@ def columns_launches(
     )
     inside = rows == out_cols and rows % 128 == 0 and cols == out_rows and cols % 64 == 0
     inside = inside and aligned and stride % 16 == 0
-    row_tiles = triton.cdiv(out_cols, 128)
-    programs = row_tiles * triton.cdiv(out_rows, 64)
-    programs += samplers(out_rows, 64, triton.cdiv(row_tiles, PARTS_TOGETHER.value), guarded=guarded)
     cast = Launch(
         scale_columns_kernel,
-        (programs, 1, 1),
+        (triton.cdiv(out_cols, 128) * triton.cdiv(out_rows, 64), 1, 1),
         sizes,
         {
             "inside": inside,
@@ -324,8 +294,7 @@ def quantize_columns(
     `triton_quantize_common.tell` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
-    aligned, guarded = x.data_ptr() % 16 == 0, sums is not None
-    first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=aligned, guarded=guarded)
+    first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0)
     if not rest:
         first.run(x, out, scale, sums, trip)
         return

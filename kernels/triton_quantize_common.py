@@ -20,23 +20,17 @@ SHIFT = tl.constexpr(16)
 E4M3_MAX, E4M3_RECIPROCAL = tl.constexpr(448.0), tl.constexpr(1 / 448)
 E5M2_MAX, E5M2_RECIPROCAL = tl.constexpr(57344.0), tl.constexpr(1 / 57344)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-SAMPLE = tl.constexpr(16)
-"""The guard's sums are taken of one tile of so many, of the next one in the next launch: of all in as many launches."""
+LOOK_EVERY = tl.constexpr(15)
+"""The guard looks at every row of an operand in one launch of so many, and has judged all of them in the next one."""
 SUMS_HEAD = tl.constexpr(8)
-"""Float32 values before the counts of the guard's sums."""
-LEARNT = tl.constexpr(256)
-"""Launches from which the guard learns what is usual: every tile of whatever operand is sampled 16 times."""
+"""Float32 values before the sums of the rows; the last one is an int32, the number of the launch."""
+SUMS_TILE = tl.constexpr(128)
+"""What the rows of the guard's sums are rounded up to: the most rows of the output that one program has."""
+LEARNT = tl.constexpr(255)
+"""Launches from which the guard learns what is usual: it looks at each row 17 times."""
 SPREAD = tl.constexpr(16.0)
 """How many times the least ratio seen the largest may be for the band to have a lower end: rows that few values rule
 come as near to 0 as chance has it."""
-SPARE = tl.constexpr(130)
-"""Rows of sums beside one in SAMPLE: what whole tiles, of up to 128 rows, round up to."""
-ROWS_AT_ONCE = tl.constexpr(4)
-"""Rows that a sampler looks at where a program quantizes fewer: it waits for memory as long for one."""
-PARTS_TOGETHER = tl.constexpr(4)
-"""Tiles along k that a sampler looks at where programs that quantize share the rows."""
-PARTS_AT_ONCE = tl.constexpr(4)
-"""Sums of a row's parts that are read at once."""
 
 
 class Launch(NamedTuple):
@@ -226,10 +220,9 @@ def store_four(out, word, row, quad, out_rows, out_cols, whole: tl.constexpr):
         tl.store(target + 3, (word >> 24).to(tl.uint8), mask=(row < out_rows) & (col + 3 < out_cols))
 
 
-def sums_size(rows: int, cols: int) -> int:
-    """Return how many float32 values the guard's sums of an operand take; rows, cols: of the quantizer's output."""
-    capacity = rows // int(SAMPLE.value) + int(SPARE.value)
-    return int(SUMS_HEAD.value) + 2 * capacity * (1 + int(triton.cdiv(cols, 128)))
+def sums_size(rows: int) -> int:
+    """Return how many float32 values the guard's sums of an operand take; rows: of the quantizer's output."""
+    return int(SUMS_HEAD.value) + 2 * int(triton.cdiv(rows, SUMS_TILE.value) * SUMS_TILE.value)
 
 
 def sums_head(limit: float, band: float, rounding: float) -> list[float]:
@@ -237,41 +230,63 @@ def sums_head(limit: float, band: float, rounding: float) -> list[float]:
     return [limit, band, rounding, 0.0, float("inf"), 0.0, 0.0, 0.0]
 
 
-def samplers(out_rows: int, tile_rows: int, parts: int, *, guarded: bool) -> int:
-    """Return how many programs of a launch sample; see `samplers_of`."""
-    return int(triton.cdiv(triton.cdiv(out_rows, tile_rows), SAMPLE.value)) * parts if guarded else 0
+@triton.jit
+def number_of(sums):
+    """Return the number of this launch, for `looks`; None without sums.
+
+    To be called first of all. It is waited for only by `looks`, and most programs find it in L1. Without the barrier of
+    a warp, which is none by then, ptxas loads it where it is used; other programs may be done by then.
+    """
+    number = None
+    if sums is not None:
+        place = (sums + (SUMS_HEAD - 1)).to(tl.pointer_type(tl.int32), bitcast=True)
+        if INTERPRETED:
+            number = tl.load(place)
+        else:
+            asm: tl.constexpr = "ld.global.b32 $0, [$1]; bar.warp.sync 0xffffffff;"
+            number = tl.inline_asm_elementwise(asm, "=r,l", [place.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    return number
 
 
 @triton.jit
-def samplers_of(out_rows, tile_rows, parts):
-    """Return how many programs of a launch, the first ones, sample for the guard and quantize nothing.
+def looks(number, turn: tl.constexpr = 0):
+    """Return whether this launch is the one in LOOK_EVERY in which the guard looks at the rows. False without a number.
 
-    What quantizes is then as it was: tried on an H200, each program's own look at the number of the launch (a barrier
-    and a store) took 5% of a product of 4096^3, and one count for all 13%. tile_rows: rows of the output that a
-    sampler looks at. parts: how many share such a tile.
+    turn: 1 for the launch after that one. The answer is the same in all threads, whatever each has read. To be called
+    where they have just met, and before the last stores: a program that ends later for it ends the launch later.
+
+    A launch that looks takes the time that looking takes. Tried on an H200 and dearer, at 4096^3: to look at one tile
+    in 16 in each launch, by itself or by programs that quantize nothing; to count by every program, be it one count for
+    all or one of each.
     """
-    return tl.cdiv(tl.cdiv(out_rows, tile_rows), SAMPLE) * parts
+    look = False
+    if number is not None:
+        wanted = number % LOOK_EVERY == turn
+        if INTERPRETED:
+            look = wanted
+        else:
+            asm: tl.constexpr = "{.reg .pred p; setp.ne.b32 p, $1, 0; bar.red.and.pred p, 0, p; selp.b32 $0, 1, 0, p;}"
+            bits = [wanted.to(tl.int32)]
+            look = tl.inline_asm_elementwise(asm, "=r,r", bits, dtype=tl.int32, is_pure=False, pack=1) != 0
+    return look
 
 
 @triton.jit
-def sampled(sums, sampler, out_rows, tile_rows, parts):
-    """Return the tile and the part that a sampler looks at, and the number of the launch.
+def count_on(sums, number):
+    """Move the number of the launch on. For the last program of an operand, last of all.
 
-    Tiles are one in SAMPLE, the next one in the next launch; each such slot counts its launches. All threads read the
-    same number, as it cannot be moved on before their own program has told.
+    Every other program has begun by then, and read the number: one that had not would not look in this launch.
     """
-    slot, part = sampler // parts, sampler % parts
-    counts = (sums + SUMS_HEAD).to(tl.pointer_type(tl.int64), bitcast=True)
-    launch = tl.load(counts + slot, volatile=True) // parts
-    tile = (slot * SAMPLE + (launch % SAMPLE).to(tl.int32)) % tl.cdiv(out_rows, tile_rows)
-    return tile.to(tl.int64), part, launch
+    tl.debug_barrier()
+    number = tl.where(number == LOOK_EVERY << 26, LOOK_EVERY << 25, number)
+    tl.store((sums + (SUMS_HEAD - 1)).to(tl.pointer_type(tl.int32), bitcast=True), number + 1)
 
 
 @triton.jit
 def squares_of(value, inverse, out):
     """Return the squares of values in units of their scales, and of their errors; not finite for what is not."""
     scaled = value * inverse
-    error = scaled - encode(value, inverse, out).to(tl.float32)
+    error = scaled - scaled.to(out.dtype.element_ty).to(tl.float32)  # Inf saturates: its square is not finite
     return scaled * scaled, error * error
 
 
@@ -302,24 +317,24 @@ def errors_of(
     tile_rows: tl.constexpr,
     height: tl.constexpr,
     piece: tl.constexpr,
-    wide: tl.constexpr,
     count: tl.constexpr,
 ):
     """Return the sums of squares and of errors of a tile of lines of x, from the value `first` to `last` of each.
 
     line: (tile_rows,). lines, length: how many there are, and how long; a stride for each axis. inverse: one for the
     tile or for each line; or None: of what is summed, `height` lines together. Lines are rows of the output. They are
-    read `count` times `wide` values at a time, and the second time, from L1, `piece` values: to keep them takes
-    registers, and every program of the launch then has as many. last - first: of whole count * wide, or all there is.
+    read again, from L1, `piece` values at a time: to keep them takes registers, and every program of the launch then
+    has as many. count: pieces that are asked for at once; without inverse only those of the maxima. last - first: of
+    whole count * piece, or all there is.
     """
     source, there = x + line[:, None] * line_stride, (line < lines)[:, None]
     last = tl.minimum(last, length)
     by = inverse
     if inverse is None:
-        largest = tl.zeros((tile_rows, wide), tl.float32)
-        for start in range(first, last, count * wide):
+        largest = tl.zeros((tile_rows, piece), tl.float32)
+        for start in range(first, last, count * piece):
             for i in tl.static_range(count):
-                value = _piece(source, there, start + i * wide, length, stride, wide)
+                value = _piece(source, there, start + i * piece, length, stride, piece)
                 largest = tl.maximum(largest, magnitude(value))
         amax = tl.max(largest, 1)
         if height > 1:
@@ -328,7 +343,7 @@ def errors_of(
         _, by = scales_of(amax, out, scale)
     square = tl.zeros((tile_rows, piece), tl.float32)
     error = tl.zeros((tile_rows, piece), tl.float32)
-    at_once: tl.constexpr = 1 if inverse is None else count * wide // piece
+    at_once: tl.constexpr = 1 if inverse is None else count
     for start in range(first, last, at_once * piece):
         for i in tl.static_range(at_once):
             value = _piece(source, there, start + i * piece, length, stride, piece)
@@ -346,62 +361,60 @@ def _piece(source, there, first, length, stride, size: tl.constexpr):
 
 
 @triton.jit
-def tell(sums, trip, sampler, launch, parts, square, error, out_rows, tile_rows: tl.constexpr):
-    """Judge the sums of squares and of errors of a tile's rows, once all programs that share it have told theirs.
+def add_to(sums, tile, square, error, out_rows, tile_rows: tl.constexpr):
+    """Add to the sums of squares and of errors of a tile's rows, which other programs share.
 
-    sampler: which of the programs that sample. square, error: (tile_rows,), of one of the `parts` of each row. sums:
-    float32 (`sums_size`), first of all the limit of error / square, the factor of the band, what errors rounding alone
-    can make, the largest and the least ratio seen (0 and Inf at first); from SUMS_HEAD on how many parts were ever told
-    for each slot of a tile (int64), and the sums of each part. trip: float32 (2), written where a ratio is not in the
-    band: the ratio, and +1 above it or -1 below.
-
-    Counts lie on the device, so that a replayed graph moves on too. Launches by the same sums come one after another;
-    were two to run at once, a ratio could be of parts of both, each a square and an error of the same values.
+    Nothing is waited for: the next launch judges them (`judge_sums`). Each program counting itself, for the last one to
+    judge, took half of a look's time on an H200.
     """
-    slot, part = sampler // parts, sampler % parts
-    counted = (sums + SUMS_HEAD).to(tl.pointer_type(tl.int64), bitcast=True) + slot
-    complete = parts <= 1
-    if parts > 1:
-        capacity = out_rows // SAMPLE + SPARE
-        row = slot * tile_rows + tl.arange(0, tile_rows)
-        kept = sums + SUMS_HEAD + 2 * capacity + row
-        own = kept + part.to(tl.int64) * 2 * capacity
-        tl.store(own, square, cache_modifier=".cg")
-        tl.store(own + capacity, error, cache_modifier=".cg")
+    rows = tl.cdiv(out_rows, SUMS_TILE) * SUMS_TILE
+    own = sums + SUMS_HEAD + tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    tl.atomic_add(own, square, sem="relaxed")
+    tl.atomic_add(own + rows, error, sem="relaxed")
+
+
+@triton.jit
+def judge_sums(sums, trip, number, tile, out_rows, tile_rows: tl.constexpr):
+    """Judge the sums of a tile's rows that the launch before made, if it looked, and make them zeros again."""
+    if looks(number, 1):
+        rows = tl.cdiv(out_rows, SUMS_TILE) * SUMS_TILE
+        own = sums + SUMS_HEAD + tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+        square, error = tl.load(own), tl.load(own + rows)
         tl.debug_barrier()
-        complete = tl.atomic_add(counted, 1, sem="acq_rel") % parts == parts - 1
-        if complete:
-            tl.debug_barrier()
-            square_sum = tl.zeros((PARTS_AT_ONCE, tile_rows), tl.float32)
-            error_sum = tl.zeros((PARTS_AT_ONCE, tile_rows), tl.float32)
-            for first in range(0, parts, PARTS_AT_ONCE):
-                which = first + tl.arange(0, PARTS_AT_ONCE)
-                there = (which < parts)[:, None] & (row >= 0)[None, :]  # one to be broadcast took more registers
-                place = kept[None, :] + which.to(tl.int64)[:, None] * 2 * capacity
-                square_sum += tl.load(place, mask=there, other=0.0, cache_modifier=".cg")
-                error_sum += tl.load(place + capacity, mask=there, other=0.0, cache_modifier=".cg")
-            square, error = sums_of(square_sum, error_sum, 0)
-    else:
-        tl.debug_barrier()  # all threads have read it
-        tl.store(counted, launch + 1)
-    if complete:
-        limit, band, rounding = tl.load(sums), tl.load(sums + 1), tl.load(sums + 2)
-        most_seen, least_seen = tl.load(sums + 3, volatile=True), tl.load(sums + 4, volatile=True)
-        finite = (square < float("inf")) & (error < float("inf"))  # false for NaN
-        ratio = tl.where(square > 0.0, error / tl.where(square > 0.0, square, 1.0), 0.0)
-        high = tl.max(tl.where(finite, ratio, float("inf")), 0)
-        low = tl.min(tl.where(finite & (ratio > 0.0), ratio, float("inf")), 0)
-        known = launch >= LEARNT
-        if not known:  # bits of floats that are not negative are in the floats' order
-            bits = sums.to(tl.pointer_type(tl.int32), bitcast=True)
-            tl.atomic_max(bits + 3, high.to(tl.int32, bitcast=True), sem="relaxed")
-            tl.atomic_min(bits + 4, low.to(tl.int32, bitcast=True), sem="relaxed")
-        limit = tl.where(known, tl.minimum(limit, tl.maximum(band * most_seen, rounding)), limit)
-        even = (most_seen <= SPREAD * least_seen) & (least_seen < float("inf"))
-        floor = tl.where(known & even, least_seen / band, 0.0)
-        if high > limit:
-            tl.store(trip + 1, high)
-            tl.store(trip, 1.0)
-        elif low < floor:
-            tl.store(trip + 1, low)
-            tl.store(trip, -1.0)
+        tl.store(own, tl.zeros((tile_rows,), tl.float32))
+        tl.store(own + rows, tl.zeros((tile_rows,), tl.float32))
+        judge(sums, trip, number, square, error)
+
+
+@triton.jit
+def judge(sums, trip, number, square, error):
+    """Judge the sums of squares and of errors of rows, each of one row.
+
+    number: of the launch. sums: float32 (`sums_size`), first of all the limit of error / square, the factor of the
+    band, what errors rounding alone can make, the largest and the least ratio seen (0 and Inf at first); last in
+    SUMS_HEAD how many launches there were (int32); then two sums for each row. trip: float32 (2), written where a ratio
+    is not in the band: the ratio, and +1 above it or -1 below.
+
+    All of it lies on the device, so that a replayed graph moves on too. Launches by the same sums come one after
+    another; were two to run at once, a ratio could be of parts of both, each a square and an error of the same values.
+    """
+    limit, band, rounding = tl.load(sums), tl.load(sums + 1), tl.load(sums + 2)
+    most_seen, least_seen = tl.load(sums + 3), tl.load(sums + 4)  # nothing changes once they are known
+    finite = (square < float("inf")) & (error < float("inf"))  # false for NaN
+    ratio = tl.where(square > 0.0, error / tl.where(square > 0.0, square, 1.0), 0.0)
+    high = tl.max(tl.where(finite, ratio, float("inf")), 0)
+    low = tl.min(tl.where(finite & (ratio > 0.0), ratio, float("inf")), 0)
+    known = number >= LEARNT
+    if not known:  # bits of floats that are not negative are in the floats' order
+        bits = sums.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(bits + 3, high.to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_min(bits + 4, low.to(tl.int32, bitcast=True), sem="relaxed")
+    limit = tl.where(known, tl.minimum(limit, tl.maximum(band * most_seen, rounding)), limit)
+    even = (most_seen <= SPREAD * least_seen) & (least_seen < float("inf"))
+    floor = tl.where(known & even, least_seen / band, 0.0)
+    if high > limit:
+        tl.store(trip + 1, high)
+        tl.store(trip, 1.0)
+    elif low < floor:
+        tl.store(trip + 1, low)
+        tl.store(trip, -1.0)

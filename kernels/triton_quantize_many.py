@@ -13,16 +13,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from dispatch.kernels.triton_quantize import quantize_row_tile, sample_rows
-from dispatch.kernels.triton_quantize_columns import quantize_column_tile, sample_columns, whole_columns_tile
-from dispatch.kernels.triton_quantize_common import (
-    ROWS_AT_ONCE,
-    SHIFT,
-    Launch,
-    samplers,
-    samplers_of,
-    wait_for_predecessor,
-)
+from dispatch.kernels.triton_quantize import quantize_row_tile
+from dispatch.kernels.triton_quantize_columns import quantize_column_tile, whole_columns_tile
+from dispatch.kernels.triton_quantize_common import SHIFT, Launch, wait_for_predecessor
 
 MAX_OPERANDS = 4
 ROW_LIMIT = 8192
@@ -32,14 +25,13 @@ ROW_LIMIT = 8192
 class Source(NamedTuple):
     """What a launch has to know of one operand: x (rows, cols) of inner stride 1, and the shape of its output.
 
-    transposed: whether the output is as x transposed. guarded: whether the guard's sums and trip are not None.
+    transposed: whether the output is as x transposed.
     """
 
     shape: tuple[int, int]
     stride: int
     out_shape: tuple[int, int]
     transposed: bool
-    guarded: bool = False
 
 
 @triton.jit
@@ -64,21 +56,28 @@ def quantize_tile_of(
     rows, cols, out_rows, out_cols = rows - SHIFT, cols - SHIFT, out_rows - SHIFT, out_cols - SHIFT
     lines: tl.constexpr = block_cols if transposed else block_rows
     count = tl.cdiv(out_rows, lines)
-    if sums is not None:
-        looking = samplers_of(out_rows, lines if transposed else max(lines, ROWS_AT_ONCE), 1)
-        if (program >= 0) & (program < looking):
-            if transposed:
-                sample_columns(x, out, scale, sums, trip, program, rows, cols, stride, out_rows, block_rows, lines)
-            else:
-                sample_rows(x, out, scale, sums, trip, program, rows, cols, stride, out_rows, lines, block_cols, False)
-        program -= looking
     if (program >= 0) & (program < count):
         if transposed:
             quantize_column_tile(
-                x, out, scale, program, rows, cols, stride, out_rows, out_cols, whole, block_rows, block_cols
+                x,
+                out,
+                scale,
+                sums,
+                trip,
+                program,
+                rows,
+                cols,
+                stride,
+                out_rows,
+                out_cols,
+                whole,
+                block_rows,
+                block_cols,
             )
         else:
-            quantize_row_tile(x, out, scale, program, rows, cols, stride, out_rows, out_cols, block_rows, block_cols)
+            quantize_row_tile(
+                x, out, scale, sums, trip, program, rows, cols, stride, out_rows, out_cols, block_rows, block_cols
+            )
     return program - count
 
 
@@ -235,7 +234,7 @@ class Operand(NamedTuple):
         """Return what a launch has to know of it."""
         x, out = self.x, self.out
         shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
-        return Source(shape, x.stride(0), out_shape, self.transposed, self.sums is not None)
+        return Source(shape, x.stride(0), out_shape, self.transposed)
 
 
 def tile_of(source: Source) -> tuple[int, int] | None:
@@ -270,9 +269,7 @@ def many_launch(sources: Sequence[Source]) -> Launch:
         sizes += [out_rows + SHIFT.value, out_cols + SHIFT.value]
         options |= {f"transposed{i}": source.transposed, f"whole{i}": out_cols % 4 == 0}
         options |= {f"block_rows{i}": tile[0], f"block_cols{i}": tile[1]}
-        lines, looked_at = tile[1] if source.transposed else tile[0], 1 if source.transposed else ROWS_AT_ONCE.value
-        programs += triton.cdiv(out_rows, lines)
-        programs += samplers(out_rows, max(lines, looked_at), 1, guarded=source.guarded)
+        programs += triton.cdiv(out_rows, tile[1] if source.transposed else tile[0])
     for i in range(len(sources), MAX_OPERANDS):
         sizes += [None] * 5
         options |= {f"transposed{i}": False, f"whole{i}": True, f"block_rows{i}": 1, f"block_cols{i}": 1}

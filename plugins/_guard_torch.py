@@ -67,7 +67,7 @@ class Sums:
     def __init__(
         self, watch: Watch, side: str, recipe: ScalingRecipe, k: int, shape: tuple[int, int], device: Any
     ) -> None:
-        self.watch, self.size, self.device = watch, sums_size(*shape), torch.device(device)
+        self.watch, self.size, self.device = watch, sums_size(shape[0]), torch.device(device)
         self.head = sums_head(*watch.bounds(side, recipe, k))
         with torch.inference_mode(False):
             self.trip = Trips.take(self.device)

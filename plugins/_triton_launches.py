@@ -153,7 +153,7 @@ def guard_floats(form: Form) -> int:
     """Return how many float32 values the guard's sums of an operand take."""
     from dispatch.kernels.triton_quantize_common import sums_size
 
-    return sums_size(form.padded_rows, form.padded_k)
+    return sums_size(form.padded_rows)
 
 
 def source(form: Form, dtype: str, slots: Slots, strides: tuple[int, int], *, guarded: bool = False) -> Source:
@@ -180,23 +180,22 @@ def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step],
     """
     from dispatch.kernels import triton_quantize, triton_quantize_blocks, triton_quantize_columns
 
-    form, _dtype, slots, transposed, stride, guarded = operand
+    form, slots, transposed, stride = operand.form, operand.slots, operand.transposed, operand.stride
     shape, out, kind = operand.shape, operand.out_shape, form.recipe.granularity
     x, *written_to = operand.pointers()
     launches: Sequence[Any]
     floats = 0
     if kind == "tensor":
-        launches = triton_quantize.tensor_launches(shape, stride, out, transposed=transposed, guarded=guarded)
+        launches = triton_quantize.tensor_launches(shape, stride, out, transposed=transposed)
         floats = triton_quantize.TENSOR_PARTIALS
     elif kind == "row" and transposed:
-        launches = triton_quantize_columns.columns_launches(shape, stride, out, guarded=guarded)
+        launches = triton_quantize_columns.columns_launches(shape, stride, out)
         floats = triton_quantize_columns.columns_workspace(shape, out)
     elif kind == "row":
-        launches = [triton_quantize.rows_launch(shape, stride, out, guarded=guarded)]
+        launches = [triton_quantize.rows_launch(shape, stride, out)]
     else:
         block, steps = form.recipe.block(form.rows, form.k), form.scale_strides
-        how = {"transposed": transposed, "guarded": guarded}
-        launches = [triton_quantize_blocks.blocks_launch(shape, stride, out, block, steps, **how)]
+        launches = [triton_quantize_blocks.blocks_launch(shape, stride, out, block, steps, transposed=transposed)]
     partial = stand_in(slots.partial, "float32", (max(floats, 1),))
     given = [(x, *written_to)] if len(launches) == 1 else [(x, partial), (x, partial, *written_to)]
     written = [(slots.data, slots.scale)] if len(launches) == 1 else [(slots.partial,), (slots.data, slots.scale)]
@@ -217,7 +216,7 @@ def quantizing_both(operands: Sequence[Source], *, dependent: bool = False) -> S
         form = operand.form
         if form.recipe.granularity != "row" or form.rows * form.k > TOGETHER_LIMIT:
             return None
-        one = together.Source(operand.shape, operand.stride, operand.out_shape, operand.transposed, operand.guarded)
+        one = together.Source(operand.shape, operand.stride, operand.out_shape, operand.transposed)
         if together.tile_of(one) is None:
             return None
         found.append((one, operand))

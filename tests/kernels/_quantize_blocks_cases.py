@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _quantize_cases import close, extremes, guard_state, rows_far_apart, sampled_rows, seen
+from _quantize_cases import close, extremes, guard_state, rows_far_apart, seen
 from dispatch.kernels import triton_quantize_blocks
 
 from dispatch import ScalingRecipe, quantize
@@ -135,8 +135,6 @@ def wrong_sums(name: str, device: str, *, transposed: bool, launches: Sequence[i
     values = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     x = values.t().contiguous() if transposed else values
     block = recipe.block(rows, k)
-    tiles = triton_quantize_blocks.TRANSPOSED_TILE[::-1] if transposed else triton_quantize_blocks.TILES[block]
-    height = max(1, tiles[0] // block[0]) * block[0]
     sums, trip = guard_state((rows, k), values.device)
     out, plain = (torch.zeros(rows, k, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
     scale, plain_scale = (torch.empty(-(-rows // block[0]), -(-k // block[1]), device=device) for _ in range(2))
@@ -150,7 +148,7 @@ def wrong_sums(name: str, device: str, *, transposed: bool, launches: Sequence[i
             continue
         if not torch.equal(out.view(torch.uint8), plain.view(torch.uint8)) or not torch.equal(scale, plain_scale):
             wrong.append(f"launch {launch} wrote something else than without the guard")
-        wanted = extremes(values.double() / spread, out, sampled_rows(rows, height, launch))
+        wanted = extremes(values.double() / spread, out) if launch % 15 == 1 else (0.0, float("inf"))
         if not close(found, wanted):
             wrong.append(f"launch {launch}: ratios {found} should be {wanted}")
     return wrong + ([f"tripped by {trip.tolist()}"] if trip.any() else [])

@@ -108,6 +108,7 @@ def test_compiles_with_the_guards_sums(block: tuple[int, int], transposed: bool)
         quantize_blocks(x, out, scale, block, torch.empty(1000), torch.empty(2), transposed=transposed)
     (kernel,) = built
     assert gpu.stack_bytes(kernel) <= 8  # ptxas keeps two registers there, and more programs
+    assert re.findall(r"\bLDG.*\[(.*?)\]", gpu.sass(kernel))[0].endswith("+0x1c")  # the number of the launch
     assert not gpu.pairs_of_shifted_bytes(kernel.asm["ptx"])
 
 

@@ -272,7 +272,7 @@ def quantize_rows(x: Any, out: Any, scale: Any, sums: Any | None = None, trip: A
 
     out: (>= rows, >= cols) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out.
 
-    sums, trip: None, or what `triton_quantize_common.tell` says, for the guard.
+    sums, trip: None, or what `triton_quantize_common.judge` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
     rows_launch(shape, x.stride(0), out_shape).run(x, out, scale, sums, trip)

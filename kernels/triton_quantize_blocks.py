@@ -275,7 +275,7 @@ def quantize_blocks(
 
     out: (>= rows, >= cols), transposed (>= cols, >= rows), FP8, contiguous. block: the extents (height, width) of one
     scale's values in out, one of TILES. scale: (out_rows / height, out_cols / width), rounded up, of
-    any strides; float32, or uint8 that hold e8m0. sums, trip: None, or what `triton_quantize_common.tell` says,
+    any strides; float32, or uint8 that hold e8m0. sums, trip: None, or what `triton_quantize_common.judge` says,
     for the guard.
     """
     out_shape = (out.shape[0], out.shape[1])

@@ -291,7 +291,7 @@ def quantize_columns(
 
     out: (>= cols, >= rows) FP8, contiguous. scale: one float32 or uint8 (e8m0) for each row of out. partial: the
     workspace of `columns_workspace`, of any content, None where that is 0. sums, trip: None, or what
-    `triton_quantize_common.tell` says, for the guard.
+    `triton_quantize_common.judge` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
     first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0)

@@ -226,7 +226,7 @@ def sums_size(rows: int) -> int:
 
 
 def sums_head(limit: float, band: float, rounding: float) -> list[float]:
-    """Return what the guard's sums begin with, zeros behind it: see `tell`."""
+    """Return what the guard's sums begin with, zeros behind it: see `judge`."""
     return [limit, band, rounding, 0.0, float("inf"), 0.0, 0.0, 0.0]
 
 

@@ -220,7 +220,7 @@ def quantize_many_kernel(
 class Operand(NamedTuple):
     """One operand to quantize: x (rows, cols) of inner stride 1, its output and scales, whether it is transposed.
 
-    sums, trip: None, or what `triton_quantize_common.tell` says, for the guard.
+    sums, trip: None, or what `triton_quantize_common.judge` says, for the guard.
     """
 
     x: Any

@@ -61,7 +61,7 @@ def look_at_blocks(
     height: tl.constexpr,
     piece: tl.constexpr,
 ):
-    """Look at a tile of `blocks` blocks side by side of each line for the guard, if it is one of this launch's.
+    """Look at a tile of `blocks` blocks side by side of each line for the guard, and judge, in launches that do.
 
     Lines are rows of the output. width: of a block along a line; height: how many lines it has, of the tile's.
     """

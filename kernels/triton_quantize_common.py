@@ -20,14 +20,16 @@ SHIFT = tl.constexpr(16)
 E4M3_MAX, E4M3_RECIPROCAL = tl.constexpr(448.0), tl.constexpr(1 / 448)
 E5M2_MAX, E5M2_RECIPROCAL = tl.constexpr(57344.0), tl.constexpr(1 / 57344)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-LOOK_EVERY = tl.constexpr(15)
-"""The guard looks at every row of an operand in one launch of so many, and has judged all of them in the next one."""
+LOOK_CYCLE, LOOK_AGAIN = tl.constexpr(29), tl.constexpr(14)
+"""The guard looks at every row of an operand in the launches 0 and LOOK_AGAIN of so many: at most 15 apart, and judged
+in the next one at the latest. Operands of one shape may take turns, as the layers of a model do: a prime sees them all,
+unless there are 29 of them."""
 SUMS_HEAD = tl.constexpr(8)
 """Float32 values before the sums of the rows; the last one is an int32, the number of the launch."""
 SUMS_TILE = tl.constexpr(128)
 """What the rows of the guard's sums are rounded up to: the most rows of the output that one program has."""
-LEARNT = tl.constexpr(255)
-"""Launches from which the guard learns what is usual: it looks at each row 17 times."""
+LEARNT = tl.constexpr(1044)
+"""Launches from which the guard learns what is usual: 72 looks, at one operand or at as many that take turns."""
 SPREAD = tl.constexpr(16.0)
 """How many times the least ratio seen the largest may be for the band to have a lower end: rows that few values rule
 come as near to 0 as chance has it."""
@@ -234,8 +236,8 @@ def sums_head(limit: float, band: float, rounding: float) -> list[float]:
 def number_of(sums):
     """Return the number of this launch, for `looks`; None without sums.
 
-    To be called first of all. It is waited for only by `looks`, and most programs find it in L1. Without the barrier of
-    a warp, which is none by then, ptxas loads it where it is used; other programs may be done by then.
+    To be called first of all. It is waited for only by `looks`, and most programs find it in L1. The barrier of a warp
+    costs nothing here; without it ptxas moves the load down to its use, when the last program may have changed it.
     """
     number = None
     if sums is not None:
@@ -250,18 +252,19 @@ def number_of(sums):
 
 @triton.jit
 def looks(number, turn: tl.constexpr = 0):
-    """Return whether this launch is the one in LOOK_EVERY in which the guard looks at the rows. False without a number.
+    """Return whether this launch is one of those in which the guard looks at the rows. False without a number.
 
-    turn: 1 for the launch after that one. The answer is the same in all threads, whatever each has read. To be called
+    turn: 1 for the launch after such a one. The answer is the same in all threads, whatever each has read. To be called
     where they have just met, and before the last stores: a program that ends later for it ends the launch later.
 
-    A launch that looks takes the time that looking takes. Tried on an H200 and dearer, at 4096^3: to look at one tile
+    Such a launch takes the time that looking takes. Tried on an H200 and dearer, at 4096^3: to look at one tile
     in 16 in each launch, by itself or by programs that quantize nothing; to count by every program, be it one count for
     all or one of each.
     """
     look = False
     if number is not None:
-        wanted = number % LOOK_EVERY == turn
+        place = number % LOOK_CYCLE
+        wanted = (place == turn) | (place == LOOK_AGAIN + turn)
         if INTERPRETED:
             look = wanted
         else:
@@ -275,19 +278,26 @@ def looks(number, turn: tl.constexpr = 0):
 def count_on(sums, number):
     """Move the number of the launch on. For the last program of an operand, last of all.
 
-    Every other program has begun by then, and read the number: one that had not would not look in this launch.
+    It is taken for granted that every other program has read it by then: each does so first of all, and the last one to
+    begin ends microseconds later. One that had not would not look in this launch, or judge what others still add to.
     """
     tl.debug_barrier()
-    number = tl.where(number == LOOK_EVERY << 26, LOOK_EVERY << 25, number)
+    number = tl.where(number == LOOK_CYCLE << 25, LOOK_CYCLE << 24, number)
     tl.store((sums + (SUMS_HEAD - 1)).to(tl.pointer_type(tl.int32), bitcast=True), number + 1)
 
 
 @triton.jit
 def squares_of(value, inverse, out):
-    """Return the squares of values in units of their scales, and of their errors; not finite for what is not."""
+    """Return the squares of values in units of their scales, and of their errors, both times 2**64.
+
+    Without that, squares of values that are lost entirely could be 0 like those of zeros, which are exact. They are not
+    finite for what is not; sums of 2**20 of them are.
+    """
     scaled = value * inverse
-    error = scaled - scaled.to(out.dtype.element_ty).to(tl.float32)  # Inf saturates: its square is not finite
-    return scaled * scaled, error * error
+    rounded = scaled.to(out.dtype.element_ty).to(tl.float32)  # Inf saturates
+    large = scaled * 4294967296.0
+    error = large - rounded * 4294967296.0
+    return large * large, error * error
 
 
 @triton.jit
@@ -396,7 +406,7 @@ def judge(sums, trip, number, square, error):
     is not in the band: the ratio, and +1 above it or -1 below.
 
     All of it lies on the device, so that a replayed graph moves on too. Launches by the same sums come one after
-    another; were two to run at once, a ratio could be of parts of both, each a square and an error of the same values.
+    another; were two to run at once, a ratio could be of parts of both.
     """
     limit, band, rounding = tl.load(sums), tl.load(sums + 1), tl.load(sums + 2)
     most_seen, least_seen = tl.load(sums + 3), tl.load(sums + 4)  # nothing changes once they are known

@@ -7,6 +7,7 @@ band is stored to pinned memory, which the guard reads as it reads any number. S
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Hashable
 from threading import Lock
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 from dispatch import ScalingRecipe, Watch, framework, watch
 
 PAGE = 1024
-"""Trips that are allocated at once: pinned memory comes in pages of the system."""
+"""Trips that are free at any time, at the least. Twice as many are allocated at once."""
 SPAN = 4
 """Float32 values from one trip to the next: 16 bytes, as kernels expect of addresses."""
 
@@ -30,17 +31,18 @@ _captured: set[Sums] = set()
 class Trips:
     """Trips in pinned memory, from pages that are never freed: a launch may be under way when its plan is dropped."""
 
-    _free: ClassVar[list[Tensor]] = []
+    _free: ClassVar[deque[Tensor]] = deque()
     _lock: ClassVar[Lock] = Lock()
 
     @classmethod
     def take(cls, device: torch.device) -> Tensor:
         """Return a trip, float32 (2) of zeros, that `device` can write."""
         with cls._lock:
-            if not cls._free:
-                page = torch.zeros(PAGE * SPAN, pin_memory=device.type == "cuda")
-                cls._free += [page[i : i + 2] for i in range(0, PAGE * SPAN, SPAN)]
-            return cls._free.pop()
+            if len(cls._free) <= PAGE:  # launches of dropped plans may still write to those that were given back last
+                pinned = device.type == "cuda"
+                page = torch.zeros(2 * PAGE * SPAN, dtype=torch.float32, device="cpu", pin_memory=pinned)
+                cls._free.extendleft(page[i : i + 2] for i in range(0, len(page), SPAN))
+            return cls._free.popleft()
 
     @classmethod
     def give(cls, trip: Tensor) -> None:
@@ -81,8 +83,10 @@ class Sums:
         None during a capture that no call of the same layout came before: nothing is allocated then.
         """
         if stream and _capturing():  # CUDA captures no default stream
-            _captured.add(self)
-            return self._made.get((layout, None))
+            kept = self._made.get((layout, None))
+            if kept is not None:
+                _captured.add(self)
+            return kept
         found = self._made.get((layout, stream))
         if found is None:
             self._made.setdefault((layout, None), self._new())
@@ -94,8 +98,8 @@ class Sums:
         return Guarded(sums, self.trip, (sums.data_ptr(), self.trip.data_ptr()))
 
     def _zeros(self) -> Tensor:
-        sums = torch.zeros(self.size, device=self.device)
-        sums[: len(self.head)] = torch.tensor(self.head, device=self.device)
+        sums = torch.zeros(self.size, dtype=torch.float32, device=self.device)
+        sums[: len(self.head)] = torch.tensor(self.head, dtype=torch.float32, device=self.device)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # once: another stream may be the first to use it
         return sums

@@ -185,13 +185,14 @@ class _Steps(NamedTuple):
     """What one call launches before the product, for operands of some strides, and the workspace for it.
 
     placed: the slots that lie in the workspace, with their offsets in bytes. guards: what keeps the guard's sums, and
-    their slots.
+    their slots. watched: whether those are all that the guard wants; while a graph is captured they may not be.
     """
 
     launches: list[Bound]
     placed: list[tuple[int, int]]
     space: Workspaces | None
     guards: list[tuple[Sums, launches.Slots]]
+    watched: bool
 
 
 class Kernel(NamedTuple):
@@ -245,6 +246,7 @@ class ScaledProduct:
             if side.sums is not None and side.sums.on(layout, _current_stream(index)) is not None
         ]
         guarded = {slots for _, slots in guards}
+        watched = len(guards) == sum(side.sums is not None for side, _ in sides)
         sources = [
             launches.source(side.form, side.dtype, side.slots, strides, guarded=side.slots in guarded)
             for side, strides in sides
@@ -254,13 +256,13 @@ class ScaledProduct:
             place(slots.scale, form.scale_bytes)
         joint = launches.quantizing_both(sources, dependent=dependent) if len(sources) == 2 else None
         if joint is not None:
-            return _Steps([_bound(joint)], placed, Workspaces(size, self.device), guards)
+            return _Steps([_bound(joint)], placed, Workspaces(size, self.device), guards, watched)
         bound: list[Bound] = []
         for source in sources:
             steps, floats = launches.quantizing(source, dependent=dependent)
             bound += [_bound(step) for step in steps]
             place(source.slots.partial, 4 * floats)
-        return _Steps(bound, placed, Workspaces(size, self.device) if size else None, guards)
+        return _Steps(bound, placed, Workspaces(size, self.device) if size else None, guards, watched)
 
     def call(self) -> Plan:
         """Return the product as a function."""
@@ -287,7 +289,9 @@ class ScaledProduct:
             if steps is None:
                 if any(stride is not None and 1 not in stride for stride in strides):
                     return run(_dense(a) if quantizes_a else a, _dense(b) if quantizes_b else b, bias)
-                steps = known[strides] = self._made(*strides)
+                steps = self._made(*strides)
+                if steps.watched:
+                    known[strides] = steps
             addresses = [0] * SLOTS
             if steps.space is not None:
                 space = steps.space.on(stream)

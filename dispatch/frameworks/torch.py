@@ -237,7 +237,7 @@ class TorchRoom:
         """Return random values from a generator of its own."""
         random, kind = torch.Generator(device or "cpu").manual_seed(seed), self.dtype(dtype)
         if kind.is_floating_point or kind.is_complex:
-            return torch.randn(shape, generator=random, device=random.device).to(kind)
+            return torch.randn(shape, generator=random, dtype=torch.float32, device=random.device).to(kind)
         return torch.randint(0, 8, shape, generator=random, device=random.device).to(kind)
 
     def sample(self, problem: Problem, a: Tensor, b: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from dispatch.policies.policy import Policy
 
 SAMPLE = 16
-"""One row, or one tile of rows, of so many is looked at; the next one in the next call, so all within as many calls."""
+"""One row of so many is looked at in a JAX program, in which calls are not counted."""
+TURNS = 13
+"""Where the host looks, one row of so many; the next one in the next call, so all within as many calls. Operands of one
+shape may take turns, as the layers of a model do: a prime sees all rows of each, unless there are 13 of them."""
 LEARNT = 256
-"""Calls from which it is learnt what is usual: 16 looks at each row."""
+"""Calls from which it is learnt what is usual."""
 BAND = 4.0
 """How many times the largest ratio seen while learning, and the least one's reciprocal, is still usual."""
 SPREAD = 16.0
@@ -130,7 +133,7 @@ class _Rows:
         call = next(self._calls)
         room = framework_of(x)
         assert room is not None
-        sampled = (y[..., call % SAMPLE :: SAMPLE, :] for y in (x, decoded))
+        sampled = (y[..., call % TURNS :: TURNS, :] for y in (x, decoded))
         values, found = (room.to_numpy(room.cast(y, "float32")).astype(np.float64) for y in sampled)
         with np.errstate(all="ignore"):
             squares, errors = np.square(values).sum(-1).ravel(), np.square(values - found).sum(-1).ravel()
@@ -184,7 +187,7 @@ _watch: ContextVar[Watch | None] = ContextVar("dispatch_watch", default=None)
 def watch() -> Watch | None:
     """Return the watch of the plan that is being made, or None where the guard wants none.
 
-    For a backend's plan(): one that quantizes may then leave sums of errors of 1 row in 16 and say so by `listen`.
+    For a backend's plan(): one that quantizes may then sum the errors of rows and say so by `listen`.
     """
     return _watch.get()
 

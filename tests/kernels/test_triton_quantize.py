@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -151,6 +152,18 @@ def _converts_in_hardware(kernel: Any, capability: int) -> None:
     assert not gpu.pairs_of_shifted_bytes(ptx), name
     if capability >= 90 and "amax" not in name:
         assert "e5m2x2.f32" in ptx or "e4m3x2.f32" in ptx, f"{name} rounds twice"
+
+
+def test_the_guard_looks_at_whatever_takes_turns() -> None:
+    from dispatch.kernels.triton_quantize_common import LEARNT, LOOK_AGAIN, LOOK_CYCLE
+
+    cycle, again = LOOK_CYCLE.value, LOOK_AGAIN.value
+    looks = [launch for launch in range(cycle * 100) if launch % cycle in (0, again)]
+    assert max(later - sooner for sooner, later in itertools.pairwise(looks)) <= 15  # and judged in the next
+    for operands in range(1, 100):
+        if operands % cycle:
+            assert len({launch % operands for launch in looks if launch < cycle * operands}) == operands
+    assert LEARNT.value % cycle == 0
 
 
 def test_columns_need_a_workspace_only_where_they_are_too_long_to_keep() -> None:

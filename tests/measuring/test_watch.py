@@ -436,6 +436,18 @@ def test_rows_that_few_values_rule_have_no_lower_end(data):
     assert watch.tripped() == (data == "normal")
 
 
+@pytest.mark.parametrize("layers", [2, 4, 8, 12, 16, 32, 80])
+def test_rows_of_operands_that_take_turns_are_all_seen(layers) -> None:
+    watch = Watch(0.5)
+    look = watch.by_rows("a", RecipePair.parse("e4m3:row").a, 8)
+    x = np.ones((26, 8), np.float32)
+    bad = x.copy()
+    bad[5] = np.nan
+    for call in range(13 * layers):
+        look(bad if call % layers == layers - 1 else x, x)
+    assert watch.tripped()
+
+
 def test_a_trip_is_reported_once() -> None:
     watch, said = Watch(0.5), []
     watch.report = said.append

@@ -575,6 +575,32 @@ def test_raw_fp8_values_stand_under_a_scale_of_one_alone():
     )
 
 
+@pytest.mark.parametrize(
+    ("own", "listed", "candidates"),
+    [
+        (("fast",), ["promoted"], {"fast": "rejected"}),
+        (("fast",), ["fast"], {"fast": "chosen"}),
+        (("promoted",), ["fast"], {"promoted": "chosen"}),
+        (("fast", "promoted"), ["fast"], {"fast": "chosen"}),
+        (("fast", "promoted"), ["promoted"], {"promoted": "chosen"}),
+        ((), ["promoted"], {None: "chosen"}),
+    ],
+)
+def test_sums_are_no_worse_than_the_policy_lists(own, listed, candidates):
+    a, b = arrays(dtype=np.float16)
+    lossy = FakeBackend("lossy", good, recipes=("e4m3:row",))
+    lossy.capabilities = (dataclasses.replace(lossy.capabilities[0], accumulations=own),)
+    with (
+        registered(lossy),
+        fake_timings({"baseline": 100.0, "lossy": 10.0}),
+        use_policy(recipes={"accumulation": listed}),
+    ):
+        found = [v for v in dispatch.explain(a, b).candidates if v.candidate.backend == "lossy"]
+    assert {v.candidate.accumulation: v.outcome for v in found} == candidates
+    reason = "accumulation is fast; needs [recipes] accumulation of the policy: promoted"
+    assert all(v.reason == reason for v in found if v.outcome == "rejected")
+
+
 # Policies
 
 

@@ -591,3 +591,9 @@ def test_the_environment_names_the_folder_at_first_use(tmp_path, monkeypatch):
     assert store.path == tmp_path / "late" / "decisions.sqlite"
     assert store.path.is_file()
     assert not (tmp_path / "early").exists()
+
+
+def test_the_folder_may_begin_with_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DISPATCH_CACHE_DIR", "~/here")
+    assert DecisionStore().path == tmp_path / "here" / "decisions.sqlite"

@@ -440,6 +440,21 @@ class TestWhatHidesAFault:
             assert dispatch.stats()["guard"] == {"probed": 1, "tripped": 0, "refused": 0}
 
 
+def test_what_trips_in_one_scope_serves_in_another():
+    kernel, a, b = Faulty(), normal(64, 96), normal(96, 80, seed=1)
+    with registered(fp8(kernel)), fake_timings({"baseline": 100.0, "fp8": 10.0}), use_policy(guard=STRICT):
+        for scope in ("one", "other"):
+            dispatch.matmul(a, b, scope=scope)
+        kernel.fault = "wrong row"
+        dispatch.matmul(a, b, scope="one")
+        kernel.fault = None
+        for scope in ("one", "other"):
+            dispatch.matmul(a, b, scope=scope)
+        said = {scope: dispatch.explain(a, b, scope=scope).reason for scope in ("one", "other")}
+    assert dispatch.stats()["guard"] == {"probed": 4, "tripped": 1, "refused": 1}
+    assert ["the guard refused" in said[scope] for scope in ("one", "other")] == [True, False]
+
+
 class TestAfterACoolDown:
     def tripped(self, engine, policy, kernel, a, b, **options):
         with policy:

@@ -178,6 +178,18 @@ def test_a_wrong_signature_is_recorded():
     assert "choice" in said[0]
 
 
+def test_a_hook_that_nobody_calls_is_recorded():
+    class Slip(Plugin):
+        @hookimpl
+        def dispatch_decide(self, decision):
+            pass
+
+    registry, said = load(Point("slip", "p", Slip([FakeBackend("slip")])), Point("good", "q"))
+    assert list(registry.backends) == ["good"]
+    assert len(said) == 1
+    assert "dispatch_decide" in said[0]
+
+
 def test_a_backend_itself_may_be_the_entry_point():
     registry, said = load(Point("x", "p"))
     assert (list(registry.backends), said) == (["x"], [])

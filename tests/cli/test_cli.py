@@ -397,7 +397,7 @@ def test_the_installed_script(tmp_path):
 
 
 def test_a_policy_in_the_environment_that_is_wrong_is_said_without_a_traceback(tmp_path):
-    for command in (("doctor",), ("policy", "show"), EXPLAIN):
+    for command in (("doctor",), ("policy", "show"), ("demo",), EXPLAIN):
         done = script(*command, DISPATCH_POLICY="none", DISPATCH_CACHE_DIR=str(tmp_path))
         assert done.returncode == 1
         assert "DISPATCH_POLICY=none" in done.stderr + done.stdout

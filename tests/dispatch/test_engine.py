@@ -575,6 +575,15 @@ def test_raw_fp8_values_stand_under_a_scale_of_one_alone():
     )
 
 
+@pytest.mark.parametrize(("of_a", "of_b", "side"), [(np.float16, np.float32, "b"), (np.float32, np.float16, "a")])
+def test_neither_operand_is_quantized_from_a_dtype_that_the_policy_does_not_list(of_a, of_b, side):
+    a, b = arrays()
+    with registered(FakeBackend("lossy", good, recipes=("e4m3:row",))), fake_timings({"baseline": 100.0, "lossy": 1.0}):
+        decision = dispatch.explain(a.astype(of_a), b.astype(of_b))
+    (lossy,) = [v for v in decision.candidates if v.candidate.backend == "lossy"]
+    assert lossy.reason.startswith(f"dtype of {side} is float32; needs [recipes] inputs of the policy")
+
+
 @pytest.mark.parametrize(
     ("own", "listed", "candidates"),
     [

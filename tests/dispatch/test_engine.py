@@ -1015,6 +1015,17 @@ def test_one_inf_does_not_make_a_good_backend_a_faulty_one():
         assert dispatch.explain(a, b).backend == "fast"
 
 
+def test_an_inf_where_the_exact_result_has_one_is_no_fault(monkeypatch):
+    """The framework's own product may stay finite where rounding the exact result overflows."""
+    monkeypatch.setattr(session, "native", lambda problem: lambda a, b: np.nan_to_num(a @ b))
+    a, b = arrays()
+    a[3] = 3e38 * np.sign(b[:, 0])
+    with registered(FakeBackend("fast", good)), fake_timings(FAST), np.errstate(all="ignore"):
+        dispatch.explain(a, b)
+        assert dispatch.stats()["measured"] == 1
+        assert dispatch.stats()["quarantined"] == {}
+
+
 def test_degenerate_data_is_no_proof_for_what_loses_accuracy():
     a, b = arrays(dtype=np.float16)
     lossy = FakeBackend(

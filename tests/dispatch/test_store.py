@@ -278,6 +278,22 @@ def test_what_kept_a_parent_from_the_file_does_not_keep_its_child(path):
     assert run("if True:" + script, path) == [0, "it is not an SQLite database"]
 
 
+def test_a_file_that_another_process_makes_meanwhile_is_shared(path, monkeypatch):
+    is_ours = _store_file._is_ours
+
+    def late(connection):
+        found = is_ours(connection)
+        monkeypatch.setattr(_store_file, "_is_ours", is_ours)
+        DecisionStore(path).put("theirs", {"x": 1})
+        return found
+
+    monkeypatch.setattr(_store_file, "_is_ours", late)
+    store = DecisionStore(path)
+    store.put("own", {"x": 2})
+    assert store.state == "ok"
+    assert [key for key, _ in DecisionStore(path).entries()] == ["theirs", "own"]
+
+
 def test_how_the_file_is_written(path):
     store = DecisionStore(path)
     store.put("a", {})

@@ -862,6 +862,30 @@ def test_what_is_stored_can_be_listed_and_cleared():
         assert dispatch.stats()["measured"] == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("scope", ("one", "other")), ("activation", ("relu", "silu")), ("out_dtype", (np.float32, np.float64))],
+)
+def test_a_known_call_serves_none_with_another_argument(name, values):
+    a, b = arrays()
+    with registered(FakeBackend("fast")), fake_timings(FAST):
+        for count, value in enumerate(values, 1):
+            dispatch.matmul(a, b, **{name: value})
+            assert dispatch.stats()["plans"] == count
+
+
+def test_what_a_subclass_multiplies_is_its_own_and_explain_says_so():
+    class Own(np.ndarray):
+        pass
+
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST):
+        decision = dispatch.explain(a.view(Own), b)
+        assert decision.backend == "baseline"
+        assert "a subclass" in decision.reason
+        assert dispatch.stats()["measured"] == 0
+
+
 def test_forget_keeps_the_store():
     a, b = arrays()
     with registered(FakeBackend("fast", good)), fake_timings(FAST):

@@ -339,6 +339,15 @@ def test_registered_again_it_is_the_new_one_without_its_quarantine(with_points):
     assert (dispatch.matmul(a, a, backend="mine") == 4).all()
 
 
+def test_taken_out_it_leaves_no_quarantine(with_points):
+    with_points()
+    dispatch.register(FakeBackend("mine", lambda a, b: None))
+    dispatch.matmul(np.eye(4), np.eye(4))
+    assert "mine" in dispatch.stats()["quarantined"]
+    dispatch.unregister("mine")
+    assert dispatch.stats()["quarantined"] == {}
+
+
 def test_backends_names_what_failed(with_points):
     with_points(Point("bad", "p1", ImportError("no libcuda.so.1")), Point("x", "p2"), Point("x", "p3"))
     with pytest.warns(PluginWarning):

@@ -219,6 +219,21 @@ def test_policy_check_doubts_names_that_are_nobodys(tmp_path):
     assert out.count("look again at") == 5
 
 
+@pytest.mark.parametrize(
+    ("guard", "metric", "doubted"),
+    [
+        ('mode = "strict"', "max_abs_over_scale", ["guard.mode"]),
+        ("probe_every = 8", "max_abs_over_scale", ["guard.probe_every"]),
+        ('mode = "off"', "max_abs_over_scale", []),
+        ('mode = "strict"', "relative_l2", []),
+    ],
+)
+def test_policy_check_doubts_a_guard_that_cannot_see_the_metric(tmp_path, guard, metric, doubted):
+    file = tmp_path / "file.toml"
+    file.write_text(f'[guard]\n{guard}\n[error]\nmetric = "{metric}"\n')
+    assert [doubt.partition(":")[0] for doubt in run_json("policy", "check", str(file))["doubts"]] == doubted
+
+
 def test_version():
     out, _ = run("--version")
     assert out.split() == ["gemm-dispatch", importlib.metadata.version("gemm-dispatch")]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dispatch
-from dispatch import Capability, _api, hookimpl
+from dispatch import Capability, Operand, Problem, _api, hookimpl
 from dispatch._engine import Engine
 from dispatch.registry import PluginWarning, Registry, status
 from dispatch.remembering import DecisionStore
@@ -424,6 +424,19 @@ def test_a_capability_of_bare_strings_is_refused(odd):
     stated = {"frameworks": ("torch",), "archs": ("sm90",), "dtypes": ("bfloat16",), "out_dtypes": ("bfloat16",)}
     with pytest.raises(TypeError, match="tuples"):
         Capability(**{**stated, **odd})
+
+
+def test_of_capabilities_the_one_that_came_closest_says_why():
+    stated = {"frameworks": ("torch",), "archs": ("sm90",), "dtypes": ("bfloat16",), "out_dtypes": ("bfloat16",)}
+    near, far = (
+        Capability(**{**stated, "archs": ("sm100",)}),
+        Capability(**{**stated, "frameworks": ("jax",)}, batched=False),
+    )
+    operand = Operand("bfloat16", (3,))
+    problem = Problem(8, 8, 8, operand, operand, "bfloat16", "torch", "sm90", "cuda:0")
+    for capabilities in ([near, far], [far, near]):
+        assert [str(reason) for reason in dispatch.closest(capabilities, problem)] == ["arch is sm90; needs sm100"]
+    assert dispatch.closest([far, Capability(**stated)], problem) == []
 
 
 def test_a_backend_is_asked_about_sizes_that_it_declares(with_points):

@@ -73,7 +73,9 @@ def test_demo():
 
 
 def test_demo_as_json():
-    found = run_json("demo")
+    out, _ = run("demo", "--json")
+    assert out.startswith("{")  # progress is no part of it
+    found = json.loads(out)
     assert found["not_installed"] == ["torch", "jax"]
     half, single = found["decisions"]
     assert half["problem"]["a"]["dtype"] == "float16"

@@ -339,7 +339,8 @@ def test_debug_nans_blames_no_backend(rough: Rough) -> None:
     a, b = array((3, 4), 0), array((4, 5), 1)
     product = jax.jit(dispatch.matmul)
     with jax.debug_nans(True):
-        close(product(a, b), biased(a, b))
+        for known in (product, dispatch.matmul):
+            close(known(a, b), biased(a, b))
         for bad in (product, dispatch.matmul, lambda x, y: jax.grad(lambda z: dispatch.matmul(z, y).sum())(x)):
             with pytest.raises(FloatingPointError):
                 bad(a, b.at[0, 0].set(jnp.nan))

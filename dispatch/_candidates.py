@@ -31,13 +31,10 @@ def proposals(backend: Backend, problem: Problem, policy: Policy) -> Iterator[Ca
 
 
 def _accumulations(backend: Backend, recipe: RecipePair | None, problem: Problem, policy: Policy) -> list[str | None]:
-    """Return the modes that the policy lists; where it lists `fast`, the only mode that there is will do as well."""
-    if recipe is None:
-        return []
-    here = [x for x in backend.capabilities if recipe in x.recipes and problem.framework in x.frameworks]
+    """Return the modes that the policy lists, or where it lists none of them all that there are."""
+    here = [x for x in backend.capabilities if recipe and recipe in x.recipes and problem.framework in x.frameworks]
     modes = dict.fromkeys(mode for capability in here for mode in capability.accumulations)
-    listed = [mode for mode in modes if mode in policy.recipes.accumulation]
-    return [*(listed or (modes if "fast" in policy.recipes.accumulation else []))]
+    return [mode for mode in modes if mode in policy.recipes.accumulation] or [*modes]
 
 
 def disallowed(name: str, policy: Policy) -> list[Rejection]:
@@ -54,9 +51,12 @@ def unlisted(backend: Backend) -> list[Rejection]:
 
 
 def unquantizable(candidate: Candidate, problem: Problem, policy: Policy) -> list[Rejection]:
-    """Return why a scaled candidate may not take these operands: the policy's inputs, or another quantization."""
+    """Return why a scaled candidate may not take these operands: the policy, or another quantization."""
     assert candidate.recipe is not None
     found = []
+    modes = policy.recipes.accumulation
+    if candidate.accumulation == "fast" and "fast" not in modes:  # who lists fast takes better ones too
+        found.append(Rejection("accumulation", "fast", f"[recipes] accumulation of the policy: {', '.join(modes)}"))
     for side, operand, recipe in (("a", problem.a, candidate.recipe.a), ("b", problem.b, candidate.recipe.b)):
         if operand.recipe is not None and operand.recipe != recipe:
             found.append(Rejection(side, f"quantized as {operand.recipe}", str(recipe)))

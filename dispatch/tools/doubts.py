@@ -39,8 +39,9 @@ def doubts(policy: dispatch.Policy) -> list[str]:
         for name in names:
             if not any(fnmatchcase(own, name) for own in known):
                 found.append(f"{key}: {name!r} matches no backend that is registered here: {', '.join(known)}")
-    if values["guard"]["mode"] != "off" and values["error"]["metric"] == "max_abs_over_scale":
+    watched = [f"guard.{key}" for key, off in (("mode", "off"), ("probe_every", 0)) if values["guard"][key] != off]
+    if watched and values["error"]["metric"] == "max_abs_over_scale":
         found.append(
-            "guard.mode: no probe estimates error.metric max_abs_over_scale: the framework's own product serves"
+            f"{watched[0]}: no probe estimates error.metric max_abs_over_scale: the framework's own product serves"
         )
     return found

@@ -73,7 +73,9 @@ def test_demo():
 
 
 def test_demo_as_json():
-    found = run_json("demo")
+    out, _ = run("demo", "--json")
+    assert out.startswith("{")  # progress is no part of it
+    found = json.loads(out)
     assert found["not_installed"] == ["torch", "jax"]
     half, single = found["decisions"]
     assert half["problem"]["a"]["dtype"] == "float16"
@@ -217,6 +219,21 @@ def test_policy_check_doubts_names_that_are_nobodys(tmp_path):
     assert [doubt.partition(" matches")[0] for doubt in found["doubts"]] == keys
     out, _ = run("policy", "check", str(file))
     assert out.count("look again at") == 5
+
+
+@pytest.mark.parametrize(
+    ("guard", "metric", "doubted"),
+    [
+        ('mode = "strict"', "max_abs_over_scale", ["guard.mode"]),
+        ("probe_every = 8", "max_abs_over_scale", ["guard.probe_every"]),
+        ('mode = "off"', "max_abs_over_scale", []),
+        ('mode = "strict"', "relative_l2", []),
+    ],
+)
+def test_policy_check_doubts_a_guard_that_cannot_see_the_metric(tmp_path, guard, metric, doubted):
+    file = tmp_path / "file.toml"
+    file.write_text(f'[guard]\n{guard}\n[error]\nmetric = "{metric}"\n')
+    assert [doubt.partition(":")[0] for doubt in run_json("policy", "check", str(file))["doubts"]] == doubted
 
 
 def test_version():
@@ -397,7 +414,7 @@ def test_the_installed_script(tmp_path):
 
 
 def test_a_policy_in_the_environment_that_is_wrong_is_said_without_a_traceback(tmp_path):
-    for command in (("doctor",), ("policy", "show"), EXPLAIN):
+    for command in (("doctor",), ("policy", "show"), ("demo",), EXPLAIN):
         done = script(*command, DISPATCH_POLICY="none", DISPATCH_CACHE_DIR=str(tmp_path))
         assert done.returncode == 1
         assert "DISPATCH_POLICY=none" in done.stderr + done.stdout

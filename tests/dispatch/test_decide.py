@@ -344,9 +344,9 @@ def test_what_scatters_by_more_than_it_takes_is_not_kept():
 
 
 def test_between_tied_winners_the_stable_order_decides():
-    unscaled, row, tensor, blocks = (Candidate("x", r) for r in (None, *PAIRS[:3]))
+    unscaled, row, tensor, blocks, unlisted = (Candidate("x", r) for r in (None, *PAIRS))
     table = {BASELINE: baseline()}
-    for candidate in (blocks, tensor, row, unscaled):  # the policy lists row, tensor, blocks
+    for candidate in (unlisted, blocks, tensor, row, unscaled):  # the policy lists row, tensor, blocks
         table[candidate] = measured(50.0 - len(table), wrong=1e-4, spread=10.0)
         assert choose(table).candidate == candidate
     names = {BASELINE: baseline(), Candidate("b"): measured(50.0), Candidate("a"): measured(50.0)}

@@ -575,6 +575,41 @@ def test_raw_fp8_values_stand_under_a_scale_of_one_alone():
     )
 
 
+@pytest.mark.parametrize(("of_a", "of_b", "side"), [(np.float16, np.float32, "b"), (np.float32, np.float16, "a")])
+def test_neither_operand_is_quantized_from_a_dtype_that_the_policy_does_not_list(of_a, of_b, side):
+    a, b = arrays()
+    with registered(FakeBackend("lossy", good, recipes=("e4m3:row",))), fake_timings({"baseline": 100.0, "lossy": 1.0}):
+        decision = dispatch.explain(a.astype(of_a), b.astype(of_b))
+    (lossy,) = [v for v in decision.candidates if v.candidate.backend == "lossy"]
+    assert lossy.reason.startswith(f"dtype of {side} is float32; needs [recipes] inputs of the policy")
+
+
+@pytest.mark.parametrize(
+    ("own", "listed", "candidates"),
+    [
+        (("fast",), ["promoted"], {"fast": "rejected"}),
+        (("fast",), ["fast"], {"fast": "chosen"}),
+        (("promoted",), ["fast"], {"promoted": "chosen"}),
+        (("fast", "promoted"), ["fast"], {"fast": "chosen"}),
+        (("fast", "promoted"), ["promoted"], {"promoted": "chosen"}),
+        ((), ["promoted"], {None: "chosen"}),
+    ],
+)
+def test_sums_are_no_worse_than_the_policy_lists(own, listed, candidates):
+    a, b = arrays(dtype=np.float16)
+    lossy = FakeBackend("lossy", good, recipes=("e4m3:row",))
+    lossy.capabilities = (dataclasses.replace(lossy.capabilities[0], accumulations=own),)
+    with (
+        registered(lossy),
+        fake_timings({"baseline": 100.0, "lossy": 10.0}),
+        use_policy(recipes={"accumulation": listed}),
+    ):
+        found = [v for v in dispatch.explain(a, b).candidates if v.candidate.backend == "lossy"]
+    assert {v.candidate.accumulation: v.outcome for v in found} == candidates
+    reason = "accumulation is fast; needs [recipes] accumulation of the policy: promoted"
+    assert all(v.reason == reason for v in found if v.outcome == "rejected")
+
+
 # Policies
 
 
@@ -781,6 +816,38 @@ def test_measuring_is_told_the_policys_limits_and_each_gate(monkeypatch):
     assert told == {"gates": [1.0, 3.0, 2.0], "budget_ms": 123.0, "memory": 77 << 20}
 
 
+def test_who_waits_for_compiling_is_measured_by_a_later_call():
+    a, b = arrays()
+    backends = FakeBackend("fast", good), FakeBackend("later", good)
+    with registered(*backends), fake_timings({**FAST, "later": 1.0}):
+        with use_policy(tuning={"compile_ms": 0}):
+            decision = dispatch.explain(a, b)
+            is_right(dispatch.matmul(a, b), a, b)
+            assert {v.candidate.backend: v.outcome for v in decision.candidates}["later"] == "not measured"
+            assert decision.backend == "fast"
+            assert dispatch.stored() == []
+            assert dispatch.stats()["plans"] == 0
+        assert dispatch.explain(a, b).backend == "later"
+        assert [x.backend for x in dispatch.stored()] == ["later"]
+
+
+def test_one_thread_may_enter_though_two_look_at_once(engine):
+    class Slow(set):
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            looked.wait(0.2)  # for the other to look too, if it can
+            return found
+
+    looked, entered = threading.Event(), []
+    engine._measuring = Slow()
+    threads = [threading.Thread(target=lambda: entered.append(engine._enter("key"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(entered) == [False, True]
+
+
 # Remembered
 
 
@@ -793,6 +860,30 @@ def test_what_is_stored_can_be_listed_and_cleared():
         assert dispatch.stored() == []
         dispatch.matmul(a, b)
         assert dispatch.stats()["measured"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("scope", ("one", "other")), ("activation", ("relu", "silu")), ("out_dtype", (np.float32, np.float64))],
+)
+def test_a_known_call_serves_none_with_another_argument(name, values):
+    a, b = arrays()
+    with registered(FakeBackend("fast")), fake_timings(FAST):
+        for count, value in enumerate(values, 1):
+            dispatch.matmul(a, b, **{name: value})
+            assert dispatch.stats()["plans"] == count
+
+
+def test_what_a_subclass_multiplies_is_its_own_and_explain_says_so():
+    class Own(np.ndarray):
+        pass
+
+    a, b = arrays()
+    with registered(FakeBackend("fast", good)), fake_timings(FAST):
+        decision = dispatch.explain(a.view(Own), b)
+        assert decision.backend == "baseline"
+        assert "a subclass" in decision.reason
+        assert dispatch.stats()["measured"] == 0
 
 
 def test_forget_keeps_the_store():
@@ -836,8 +927,8 @@ def test_where_an_array_lies_does_not_make_it_another_problem():
         assert dispatch.stats()["measured"] == 1
 
 
-@pytest.mark.parametrize("change", ["backend", "version", "policy", "shape", "dtype"])
-def test_what_a_choice_depends_on_is_in_its_key(change):
+@pytest.mark.parametrize("change", ["backend", "version", "policy", "scope", "threads", "shape", "dtype"])
+def test_what_a_choice_depends_on_is_in_its_key(change, monkeypatch):
     a, b = arrays()
     with registered(FakeBackend("fast", good)), fake_timings(FAST):
         dispatch.matmul(a, b)
@@ -850,6 +941,12 @@ def test_what_a_choice_depends_on_is_in_its_key(change):
             dispatch.matmul(a, b)
         elif change == "policy":
             dispatch.matmul(a, b, policy=load_policy("default").override(error={"tolerance": 0.1}))
+        elif change == "scope":
+            dispatch.matmul(a, b, scope="head")
+        elif change == "threads":
+            monkeypatch.setenv("OMP_NUM_THREADS", "77")
+            dispatch.forget()
+            dispatch.matmul(a, b)
         else:
             dispatch.matmul(*arrays(m=9) if change == "shape" else arrays(dtype=np.float64))
         assert dispatch.stats()["measured"] == 2
@@ -883,10 +980,11 @@ def test_a_record_that_cannot_be_read_is_a_miss(engine, damage):
         assert len(dispatch.stored()) == 1
 
 
-def test_a_stored_choice_that_is_rejected_now_is_a_miss():
+@pytest.mark.parametrize("others", [[], [FakeBackend("other", good)]], ids=["alone", "beside another"])
+def test_a_stored_choice_that_is_rejected_now_is_a_miss(others):
     a, b = arrays()
     fast = FakeBackend("fast", good)
-    with registered(fast), fake_timings(FAST):
+    with registered(fast, *others), fake_timings(FAST):
         dispatch.matmul(a, b)
         fast.rejects = (Rejection("k", "16", "32"),)
         dispatch.forget()
@@ -941,6 +1039,17 @@ def test_one_inf_does_not_make_a_good_backend_a_faulty_one():
         assert dispatch.explain(a, b).backend == "fast"
 
 
+def test_an_inf_where_the_exact_result_has_one_is_no_fault(monkeypatch):
+    """The framework's own product may stay finite where rounding the exact result overflows."""
+    monkeypatch.setattr(session, "native", lambda problem: lambda a, b: np.nan_to_num(a @ b))
+    a, b = arrays()
+    a[3] = 3e38 * np.sign(b[:, 0])
+    with registered(FakeBackend("fast", good)), fake_timings(FAST), np.errstate(all="ignore"):
+        dispatch.explain(a, b)
+        assert dispatch.stats()["measured"] == 1
+        assert dispatch.stats()["quarantined"] == {}
+
+
 def test_degenerate_data_is_no_proof_for_what_loses_accuracy():
     a, b = arrays(dtype=np.float16)
     lossy = FakeBackend(
@@ -951,6 +1060,24 @@ def test_degenerate_data_is_no_proof_for_what_loses_accuracy():
         assert dispatch.stored() == []
         assert dispatch.explain(a, b).backend == "lossy"
         assert [d.measurement.error_data for d in dispatch.stored()] == ["caller"]
+
+
+def test_latencies_on_data_that_say_nothing_are_true_of_other_data_until_the_store_is_cleared(monkeypatch):
+    timed, measure_latency = [], session.measure_latency
+    monkeypatch.setattr(session, "measure_latency", lambda *given: timed.append(given) or measure_latency(*given))
+    a, b = arrays(dtype=np.float16)
+    with (
+        registered(FakeBackend("lossy", good, recipes=("e4m3:row",))),
+        fake_timings({"baseline": 100.0, "lossy": 10.0}),
+    ):
+        dispatch.matmul(np.zeros_like(a), b)
+        once = len(timed)
+        dispatch.matmul(a, b)
+        assert len(timed) == once > 0
+        assert dispatch.stats()["measured"] == 2
+        dispatch.clear_store()
+        dispatch.matmul(a, b)
+        assert len(timed) > once
 
 
 def test_data_that_say_nothing_are_not_measured_in_every_call():

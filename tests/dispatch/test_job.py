@@ -203,6 +203,46 @@ def test_devices_of_one_name_share_decisions() -> None:
     assert keys_of(first, [], {}) != keys_of(both, [], {})
 
 
+def test_under_tracing_what_real_operands_said_comes_first_and_scopes_share_the_rest() -> None:
+    operand = dispatch.Operand("bfloat16")
+    eager = dispatch.Problem(512, 8, 8, operand, operand, "bfloat16", "jax", "sm90", "cuda:0")
+    traced, differentiated = (replace(eager, modes=modes) for modes in (("traced",), ("captured", "differentiated")))
+    (own,) = keys_of(eager, [], {"scope": "one"})
+    first, kept = keys_of(traced, [], {"scope": "one"})
+    assert first == own != kept
+    of_another = keys_of(traced, [], {"scope": "other"})
+    assert of_another[0] != own
+    assert of_another[1] == kept
+    assert keys_of(differentiated, [], {"scope": "one"}) == [own]
+
+
+class Coordinator:
+    """The client of jax.distributed: every question is answered by an error."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def key_value_try_get(self, key: str) -> str:
+        raise RuntimeError(self.text)
+
+    def key_value_set(self, key: str, text: str) -> None:
+        raise RuntimeError(self.text)
+
+    def blocking_key_value_get(self, key: str, wait_ms: int) -> str:
+        return "another's"
+
+
+def test_of_jax_only_an_answer_is_an_answer() -> None:
+    none, taken, gone = (
+        job.JaxJob(Coordinator(f"{code}: x")) for code in ("NOT_FOUND", "ALREADY_EXISTS", "UNAVAILABLE")
+    )
+    assert none.get("key") is None
+    assert taken.first("key", "mine") == "another's"
+    for ask in (lambda: gone.get("key"), lambda: gone.first("key", "mine")):
+        with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+            ask()
+
+
 WORK = """
 import json, sys
 import numpy as np, dispatch

@@ -278,6 +278,22 @@ def test_what_kept_a_parent_from_the_file_does_not_keep_its_child(path):
     assert run("if True:" + script, path) == [0, "it is not an SQLite database"]
 
 
+def test_a_file_that_another_process_makes_meanwhile_is_shared(path, monkeypatch):
+    is_ours = _store_file._is_ours
+
+    def late(connection):
+        found = is_ours(connection)
+        monkeypatch.setattr(_store_file, "_is_ours", is_ours)
+        DecisionStore(path).put("theirs", {"x": 1})
+        return found
+
+    monkeypatch.setattr(_store_file, "_is_ours", late)
+    store = DecisionStore(path)
+    store.put("own", {"x": 2})
+    assert store.state == "ok"
+    assert [key for key, _ in DecisionStore(path).entries()] == ["theirs", "own"]
+
+
 def test_how_the_file_is_written(path):
     store = DecisionStore(path)
     store.put("a", {})
@@ -285,6 +301,19 @@ def test_how_the_file_is_written(path):
     asked = ("journal_mode", "synchronous", "busy_timeout")
     found = [connection.execute(f"PRAGMA {what}").fetchone()[0] for what in asked]
     assert found == [b"delete", 1, 5000]  # 1: NORMAL
+
+
+def test_a_file_that_keeps_a_log_is_brought_back_to_a_journal(filled):
+    """A write-ahead log breaks where homes are on a network."""
+    connection = sqlite3.connect(filled)
+    connection.execute("PRAGMA journal_mode = wal")
+    connection.close()
+    store = DecisionStore(filled)
+    assert store.get("old") == {"kept": True}
+    store.close()
+    connection = sqlite3.connect(filled)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    connection.close()
 
 
 def test_threads_share_a_store(path):
@@ -407,13 +436,14 @@ def test_another_programs_database_is_never_written(path, journal):
     assert [x.name for x in path.parent.iterdir()] == [path.name]
 
 
-def test_a_newer_schema_is_left_alone(filled):
+@pytest.mark.parametrize("version", [_store_file.SCHEMA_VERSION - 1, _store_file.SCHEMA_VERSION + 1])
+def test_another_schema_is_left_alone(filled, version):
     connection = sqlite3.connect(filled)
-    connection.execute(f"PRAGMA user_version = {_store_file.SCHEMA_VERSION + 1}")
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     before = filled.read_bytes()
     store = DecisionStore(filled)
-    serves_from_memory(store, "schema version 2")
+    serves_from_memory(store, f"schema version {version}")
     store.clear()
     assert filled.read_bytes() == before
 
@@ -496,6 +526,13 @@ def test_reading_a_read_only_store_warns_of_nothing(filled):
     filled.chmod(0o444)
     script = 'store = DecisionStore(Path(sys.argv[1])); print(json.dumps([store.get("old"), store.state, said]))'
     assert bound_by_permissions(script, filled) == [{"kept": True}, "it is read-only", []]
+
+
+def test_a_file_that_cannot_be_written_is_not_read_past_an_unfinished_write(filled):
+    Path(f"{filled}-journal").write_bytes(b"\xd9\xd5" * 512)
+    filled.chmod(0o444)
+    script = 'store = DecisionStore(Path(sys.argv[1])); print(json.dumps([store.get("old"), len(said)]))'
+    assert bound_by_permissions(script, filled) == [None, 1]
 
 
 def test_a_folder_without_write_permission_and_no_file(path):
@@ -591,3 +628,9 @@ def test_the_environment_names_the_folder_at_first_use(tmp_path, monkeypatch):
     assert store.path == tmp_path / "late" / "decisions.sqlite"
     assert store.path.is_file()
     assert not (tmp_path / "early").exists()
+
+
+def test_the_folder_may_begin_with_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DISPATCH_CACHE_DIR", "~/here")
+    assert DecisionStore().path == tmp_path / "here" / "decisions.sqlite"

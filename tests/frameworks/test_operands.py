@@ -110,16 +110,17 @@ def test_scaled_vectors(framework: str, serving: Any) -> None:
             close(framework, dispatch.matmul(vector, vector), vector, vector)
 
 
-def test_a_scaled_array_for_the_other_side_says_what_to_do(framework: str, serving: Any) -> None:
+@pytest.mark.parametrize("recipe", ["e4m3:row", "e4m3:1x128"])
+def test_a_scaled_array_for_the_other_side_says_what_to_do(framework: str, recipe: str, serving: Any) -> None:
     a, b = array(framework, (4, 32), seed=1), array(framework, (32, 7), seed=2)
-    wrong_a, wrong_b = dispatch.quantize(a, "e4m3:row", axis=-2), dispatch.quantize(b, "e4m3:row", axis=-1)
+    wrong_a, wrong_b = dispatch.quantize(a, recipe, axis=-2), dispatch.quantize(b, recipe, axis=-1)
     with serving():
         with pytest.raises(ValueError, match=r"a is a ScaledArray.*axis=-1.*a\.dequantize\(\)"):
             dispatch.matmul(wrong_a, b)
         with pytest.raises(ValueError, match=r"b is a ScaledArray.*axis=-2.*b\.dequantize\(\)"):
             dispatch.matmul(a, wrong_b)
-        for recipe in ("e4m3:tensor", "e4m3:32x32"):  # the same along either axis
-            free = dispatch.quantize(b, recipe, axis=-1)
+        for square in ("e4m3:tensor", "e4m3:32x32"):  # the same along either axis
+            free = dispatch.quantize(b, square, axis=-1)
             close(framework, dispatch.matmul(a, free), a, free)
 
 

@@ -170,6 +170,19 @@ def test_what_is_rejected_at_an_m_neither_serves_it_nor_keeps_the_others_from_it
         assert watch.timed == [1, 16]  # the odd end could not be timed with it, and at an odd m there is no choice
 
 
+@pytest.mark.parametrize("first", [4, 5])
+def test_an_m_with_other_candidates_has_a_choice_of_its_own(first):
+    class Even(FakeBackend):
+        def rejections(self, problem):
+            return [Rejection("m", str(problem.m), "an even m")] if problem.m % 2 else []
+
+    product = lambda a, b, bias=None: a @ b  # noqa: E731
+    latency = lambda name, m: {"baseline": 100.0, "any": 50.0, "even": 10.0}[name]  # noqa: E731
+    with registered(FakeBackend("any", product), Even("even", product)), watched(latency):
+        for m in (first, 9 - first):
+            assert check(m).backend == ("any" if m % 2 else "even")
+
+
 def test_what_is_wrong_at_an_end_serves_none_of_the_bucket():
     product = lambda a, b, bias=None: a @ b * (1.5 if a.shape[0] == 16 else 1.0)  # noqa: E731
     with registered(FakeBackend("fast", product)), watched(fast):

@@ -295,6 +295,13 @@ def test_a_matrix_with_edges_of_zeros_is_not_degenerate(k, n):
     assert truth(NUMPY, problem(8, n, k), a, b * 0.0).degenerate
 
 
+@pytest.mark.parametrize("place", [(1, 77), (77, 1), (18 * 3, 12 * 3)], ids=["a first row", "a first column", "within"])
+def test_one_other_value_where_a_matrix_is_looked_at_is_enough(place):
+    a, b = normal(8, 300), np.ones((300, 200), np.float32)
+    b[place] = 2.0
+    assert not truth(NUMPY, problem(8, 200, 300), a, b).degenerate
+
+
 def test_one_entry_of_a_batch_that_is_constant_is_not_all():
     a, b = normal(2, 8, 16), normal(16, 4, seed=1)
     a[0] = 0.0

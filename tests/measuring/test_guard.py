@@ -320,6 +320,19 @@ class TestStrict:
                 torch.testing.assert_close(grad, b.sum(1).expand(32, 48), rtol=0.1, atol=0.5)
             assert dispatch.stats()["guard"]["refused"] >= 1
 
+    def test_what_trips_with_gradients_serves_neither_with_nor_without(self):
+        torch = pytest.importorskip("torch")
+        kernel, room = Faulty(), framework("torch")
+        product = lambda a, b, bias=None: room.asarray(kernel(room.to_numpy(a), room.to_numpy(b)), a)  # noqa: E731
+        a = torch.from_numpy(normal(64, 96)).requires_grad_()
+        b = torch.from_numpy(normal(96, 80, seed=1))
+        with registered(fp8(product)), fake_timings({"baseline": 100.0, "fp8": 10.0}), use_policy(guard=STRICT):
+            dispatch.matmul(a, b)
+            kernel.fault = "wrong row"
+            dispatch.matmul(a, b)
+            for x in (a, a.detach()):
+                assert "the guard refused a result" in dispatch.explain(x, b).reason
+
     def test_what_cannot_be_watched_is_left_to_the_frameworks_own_product_and_says_so(self):
         a, b = normal(64, 96), normal(96, 80, seed=1)
         with registered(fp8(Faulty())), fake_timings({"baseline": 100.0, "fp8": 10.0}):
@@ -438,6 +451,21 @@ class TestWhatHidesAFault:
             with torch.autocast("cpu", torch.bfloat16):
                 dispatch.matmul(a, b)
             assert dispatch.stats()["guard"] == {"probed": 1, "tripped": 0, "refused": 0}
+
+
+def test_what_trips_in_one_scope_serves_in_another():
+    kernel, a, b = Faulty(), normal(64, 96), normal(96, 80, seed=1)
+    with registered(fp8(kernel)), fake_timings({"baseline": 100.0, "fp8": 10.0}), use_policy(guard=STRICT):
+        for scope in ("one", "other"):
+            dispatch.matmul(a, b, scope=scope)
+        kernel.fault = "wrong row"
+        dispatch.matmul(a, b, scope="one")
+        kernel.fault = None
+        for scope in ("one", "other"):
+            dispatch.matmul(a, b, scope=scope)
+        said = {scope: dispatch.explain(a, b, scope=scope).reason for scope in ("one", "other")}
+    assert dispatch.stats()["guard"] == {"probed": 4, "tripped": 1, "refused": 1}
+    assert ["the guard refused" in said[scope] for scope in ("one", "other")] == [True, False]
 
 
 class TestAfterACoolDown:

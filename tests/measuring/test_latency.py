@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from dispatch.frameworks import _clock
 from dispatch.frameworks._clock import map_arrays
 from dispatch.measuring import latency
 from dispatch.measuring.latency import measure_latency
@@ -216,6 +217,22 @@ def test_latencies_are_those_of_the_call_whatever_the_order(clock):
     for index, timing in enumerate(timings):
         assert timing.latency_us == min(runs[index])
         assert timing.median_us == statistics.median(runs[index])
+
+
+@pytest.mark.parametrize(("took_us", "runs"), [(2.0, 1 + 3 * 25), (80.0, 1 + 3), (2000.0, 3)])
+def test_a_short_call_is_repeated_and_its_time_is_that_of_one(took_us, runs, monkeypatch):
+    clock, ran = Clock(), []
+
+    def call(x):
+        ran.append(x)
+        clock.now += took_us / 1e6
+
+    clock.perf_counter_ns = lambda: round(clock.now * 1e9)
+    monkeypatch.setattr(_clock, "time", clock)
+    watch = _clock.WallClock([(call, ("a",))])
+    for _ in range(3):
+        assert watch.round([0]) == [pytest.approx(took_us, rel=0.01)]
+    assert ran == ["a"] * runs
 
 
 def test_operands_are_copied_in_whatever_holds_them() -> None:

@@ -367,6 +367,20 @@ def test_forms_follow_an_array_that_is_given_other_memory():
     assert made == [(4, 6), (4, 3), (4, 3)]
 
 
+def test_the_transpose_of_a_backward_pass_follows_the_array():
+    array = torch.arange(12.0).reshape(3, 4)
+    operand = dispatch.prepare(array)
+    first = operand.turned()
+    assert operand.turned() is first
+    array.data = torch.ones(3, 4)  # other memory: a view of the old one says nothing of it
+    second = operand.turned()
+    assert torch.equal(second.array, torch.ones(4, 3))
+    assert second.form("sum", torch.sum) == 12.0
+    array.data.mul_(2.0)  # which moves no version
+    operand.refresh()
+    assert operand.turned().form("sum", torch.sum) == 24.0
+
+
 def test_forms_belong_to_one_backend_not_to_its_name():
     from dispatch.frameworks.operands import forming
     from dispatch.testing import FakeBackend

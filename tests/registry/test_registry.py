@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dispatch
-from dispatch import Capability, _api, hookimpl
+from dispatch import Capability, Operand, Problem, _api, hookimpl
 from dispatch._engine import Engine
 from dispatch.registry import PluginWarning, Registry, status
 from dispatch.remembering import DecisionStore
@@ -178,6 +178,18 @@ def test_a_wrong_signature_is_recorded():
     assert "choice" in said[0]
 
 
+def test_a_hook_that_nobody_calls_is_recorded():
+    class Slip(Plugin):
+        @hookimpl
+        def dispatch_decide(self, decision):
+            pass
+
+    registry, said = load(Point("slip", "p", Slip([FakeBackend("slip")])), Point("good", "q"))
+    assert list(registry.backends) == ["good"]
+    assert len(said) == 1
+    assert "dispatch_decide" in said[0]
+
+
 def test_a_backend_itself_may_be_the_entry_point():
     registry, said = load(Point("x", "p"))
     assert (list(registry.backends), said) == (["x"], [])
@@ -327,6 +339,15 @@ def test_registered_again_it_is_the_new_one_without_its_quarantine(with_points):
     assert (dispatch.matmul(a, a, backend="mine") == 4).all()
 
 
+def test_taken_out_it_leaves_no_quarantine(with_points):
+    with_points()
+    dispatch.register(FakeBackend("mine", lambda a, b: None))
+    dispatch.matmul(np.eye(4), np.eye(4))
+    assert "mine" in dispatch.stats()["quarantined"]
+    dispatch.unregister("mine")
+    assert dispatch.stats()["quarantined"] == {}
+
+
 def test_backends_names_what_failed(with_points):
     with_points(Point("bad", "p1", ImportError("no libcuda.so.1")), Point("x", "p2"), Point("x", "p3"))
     with pytest.warns(PluginWarning):
@@ -403,6 +424,19 @@ def test_a_capability_of_bare_strings_is_refused(odd):
     stated = {"frameworks": ("torch",), "archs": ("sm90",), "dtypes": ("bfloat16",), "out_dtypes": ("bfloat16",)}
     with pytest.raises(TypeError, match="tuples"):
         Capability(**{**stated, **odd})
+
+
+def test_of_capabilities_the_one_that_came_closest_says_why():
+    stated = {"frameworks": ("torch",), "archs": ("sm90",), "dtypes": ("bfloat16",), "out_dtypes": ("bfloat16",)}
+    near, far = (
+        Capability(**{**stated, "archs": ("sm100",)}),
+        Capability(**{**stated, "frameworks": ("jax",)}, batched=False),
+    )
+    operand = Operand("bfloat16", (3,))
+    problem = Problem(8, 8, 8, operand, operand, "bfloat16", "torch", "sm90", "cuda:0")
+    for capabilities in ([near, far], [far, near]):
+        assert [str(reason) for reason in dispatch.closest(capabilities, problem)] == ["arch is sm90; needs sm100"]
+    assert dispatch.closest([far, Capability(**stated)], problem) == []
 
 
 def test_a_backend_is_asked_about_sizes_that_it_declares(with_points):

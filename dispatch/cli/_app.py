@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.progress import Progress
@@ -85,8 +85,13 @@ def explain(
 ) -> None:
     """Decide one product of random normal operands, and say why."""
     try:
-        product = demonstration.Product(framework, dtype, m, n, k, device, transpose_b)
-        decision = product.decision(policy=policy, backend=backend, scope=scope)
+        operands = demonstration.Product(framework, dtype, m, n, k, device, transpose_b).operands()
+    except (ValueError, TypeError) as error:  # no such framework or dtype
+        _fail(error, 2)
+    except (ImportError, AttributeError, LookupError, RuntimeError) as error:
+        _fail(error)
+    try:
+        decision = dispatch.explain(*operands, policy=policy, backend=backend, scope=scope)
     except (ImportError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         _fail(error)
     if as_json:
@@ -204,9 +209,9 @@ def _plain(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _fail(error: Exception) -> Any:
+def _fail(error: Exception, code: int = 1) -> NoReturn:
     line(f"{type(error).__name__}: {error}", stderr=True)
-    raise typer.Exit(1) from None
+    raise typer.Exit(code) from None
 
 
 def _count(number: int, thing: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import dispatch
 
@@ -27,11 +28,15 @@ class Product:
 
     def decision(self, **options: object) -> dispatch.Decision:
         """Return the decision for random normal operands; options as dispatch.explain takes them."""
+        return dispatch.explain(*self.operands(), **options)  # type: ignore[arg-type]
+
+    def operands(self) -> tuple[Any, Any]:
+        """Return random normal operands. Raises ValueError or TypeError for a framework or dtype that is unknown."""
         room = dispatch.framework(self.framework)
         a = room.normal((self.m, self.k), self.dtype, 0, self.device)
         shape = (self.n, self.k) if self.transpose_b else (self.k, self.n)
         b = room.normal(shape, self.dtype, 1, self.device)
-        return dispatch.explain(a, b.T if self.transpose_b else b, **options)  # type: ignore[arg-type]
+        return a, b.T if self.transpose_b else b
 
 
 def products(frameworks: tuple[str, ...]) -> Iterator[Product]:

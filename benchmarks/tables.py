@@ -344,7 +344,7 @@ def guard_trips() -> str:
             f"{problem['m']} x {problem['n']} x {problem['k']}",
             str(entry["normal_trips"]),
             f"after {entry['broken_calls']} calls",
-            f"after {least} to {most} calls, at {entry['places']} places",
+            f"after {least if least == most else f'{least} to {most}'} calls, at {entry['places']} places",
         ]
         lines.append(cells)
     return _table("m x n x k | trips in 1000 normal calls | data beyond the tolerance | an outlier row", lines, found)

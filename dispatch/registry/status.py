@@ -53,7 +53,9 @@ def _unavailable(backend: Backend, archs: dict[str, list[str]]) -> str | None:
     ]
     if fitting:
         return _refused(backend, fitting)
-    needed = dict.fromkeys(arch for capability in backend.capabilities for arch in capability.archs)
+    named = dict.fromkeys(arch for capability in backend.capabilities for arch in capability.archs)
+    stems = [arch[:-1] for arch in named if arch.endswith("*")]
+    needed = [arch for arch in named if arch[:-1] in stems or not arch.startswith(tuple(stems))]
     here = dict.fromkeys(arch for found in archs.values() for arch in found)
     return f"needs {', '.join(needed)}; this machine has {', '.join(here)}"
 

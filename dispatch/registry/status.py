@@ -55,7 +55,7 @@ def _unavailable(backend: Backend, archs: dict[str, list[str]]) -> str | None:
         return _refused(backend, fitting)
     named = dict.fromkeys(arch for capability in backend.capabilities for arch in capability.archs)
     stems = [arch[:-1] for arch in named if arch.endswith("*")]
-    needed = [arch for arch in named if arch[:-1] in stems or not arch.startswith(tuple(stems))]
+    needed = [arch for arch in named if arch.endswith("*") or not arch.startswith(tuple(stems))]
     here = dict.fromkeys(arch for found in archs.values() for arch in found)
     return f"needs {', '.join(needed)}; this machine has {', '.join(here)}"
 

@@ -363,7 +363,7 @@ def test_backends_says_why_one_cannot_work_here(with_points):
     elsewhere = FakeBackend("elsewhere")
     elsewhere.capabilities = (Capability(("numpy",), ("sm90",), ("float32",), ("float32",)),)
     anywhere = FakeBackend("anywhere")
-    archs = ("sm90", "hip*"), ("sm*",), ("sm100", "xpu")
+    archs = ("sm90", "hip*"), ("sm*", "sm9*"), ("sm100", "xpu")
     anywhere.capabilities = tuple(Capability(("numpy",), x, ("float32",), ("float32",)) for x in archs)
     with_points(
         Point("elsewhere", "p", elsewhere),
@@ -372,7 +372,7 @@ def test_backends_says_why_one_cannot_work_here(with_points):
     )
     found = {x.name: x for x in dispatch.backends()}
     assert found["elsewhere"].unavailable.startswith("needs sm90; this machine has cpu-")
-    assert found["anywhere"].unavailable.startswith("needs hip*, sm*, xpu; this machine has cpu-")
+    assert found["anywhere"].unavailable.startswith("needs hip*, sm*, sm9*, xpu; this machine has cpu-")
     assert found["odd"].unavailable == "it declares nothing that it can do"
 
 

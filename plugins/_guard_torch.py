@@ -35,11 +35,11 @@ class Trips:
     _lock: ClassVar[Lock] = Lock()
 
     @classmethod
-    def take(cls, device: torch.device) -> Tensor:
-        """Return a trip, float32 (2) of zeros, that `device` can write."""
+    def take(cls) -> Tensor:
+        """Return a trip, float32 (2) of zeros, that a GPU can write where there is one."""
         with cls._lock:
             if len(cls._free) <= PAGE:  # launches of dropped plans may still write to those that were given back last
-                pinned = device.type == "cuda"
+                pinned = torch.cuda.is_available()
                 page = torch.zeros(2 * PAGE * SPAN, dtype=torch.float32, device="cpu", pin_memory=pinned)
                 cls._free.extendleft(page[i : i + 2] for i in range(0, len(page), SPAN))
             return cls._free.popleft()
@@ -72,7 +72,7 @@ class Sums:
         self.watch, self.size, self.device = watch, sums_size(shape[0]), torch.device(device)
         self.head = sums_head(*watch.bounds(side, recipe, k))
         with torch.inference_mode(False):
-            self.trip = Trips.take(self.device)
+            self.trip = Trips.take()
         watch.listen(side, memoryview(self.trip.numpy()))
         weakref.finalize(self, Trips.give, self.trip).atexit = False
         self._made: dict[tuple[Hashable, int | None], Guarded] = {}

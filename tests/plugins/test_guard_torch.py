@@ -63,14 +63,13 @@ class TestSums:
 
     def test_trips_are_used_again_as_zeros_but_not_soon(self) -> None:
         """A launch of a plan that was dropped may still write to its trip."""
-        device = torch.device("cpu")
-        trip = module.Trips.take(device)
+        trip = module.Trips.take()
         address = trip.data_ptr()
         trip.fill_(1.0)
         module.Trips.give(trip)
         taken = []
         while address not in taken and len(taken) < 10 * module.PAGE:
-            again = module.Trips.take(device)
+            again = module.Trips.take()
             assert again.tolist() == [0.0, 0.0]
             taken.append(again.data_ptr())
             module.Trips.give(again)
@@ -92,7 +91,7 @@ class TestSums:
         assert (kept.sums.dtype, kept.sums.device.type) == (torch.float32, "cpu")
         assert (kept.trip.dtype, kept.trip.device.type) == (torch.float32, "cpu")
         assert kept.sums[:2].tolist() == [0.5, 4.0]
-        one, other = (module.Trips.take(torch.device("cpu")).data_ptr() for _ in range(2))
+        one, other = (module.Trips.take().data_ptr() for _ in range(2))
         assert abs(other - one) % 16 == 0
 
     def test_the_head_says_what_may_be(self) -> None:

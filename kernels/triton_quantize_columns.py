@@ -4,7 +4,7 @@ The rules are those of `triton_quantize`. Short columns are kept whole by a prog
 Longer ones take two launches, which read twice: the maxima, then the cast. Tried on an H200 and not faster at 4096^2
 to 16384 x 4096: one launch that reads twice (113 us at 8192^2 bf16), one whose programs exchange maxima and wait for
 one another, which reads once (118 us; the waiting takes longer than the second read), and whole columns of 4096 values
-that a program keeps as bf16 (35 us at 4096^2, where two launches take 30).
+that a program keeps as bf16.
 """
 
 # Triton reads the signatures of jitted functions itself: only its own annotations belong there.

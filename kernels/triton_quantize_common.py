@@ -23,7 +23,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOOK_CYCLE, LOOK_AGAIN = tl.constexpr(29), tl.constexpr(14)
 """The guard looks at every row of an operand in the launches 0 and LOOK_AGAIN of so many: at most 15 apart, and judged
 in the next one at the latest. Operands of one shape may take turns, as the layers of a model do: a prime sees them all,
-unless there are 29 of them."""
+unless their number is a multiple of it."""
 SUMS_HEAD = tl.constexpr(8)
 """Float32 values before the sums of the rows; the last one is an int32, the number of the launch."""
 SUMS_TILE = tl.constexpr(128)
@@ -374,8 +374,7 @@ def _piece(source, there, first, length, stride, size: tl.constexpr):
 def add_to(sums, tile, square, error, out_rows, tile_rows: tl.constexpr):
     """Add to the sums of squares and of errors of a tile's rows, which other programs share.
 
-    Nothing is waited for: the next launch judges them (`judge_sums`). Each program counting itself, for the last one to
-    judge, took half of a look's time on an H200.
+    Nothing is waited for: the next launch judges them (`judge_sums`).
     """
     rows = tl.cdiv(out_rows, SUMS_TILE) * SUMS_TILE
     own = sums + SUMS_HEAD + tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)

@@ -25,7 +25,8 @@ SAMPLE = 16
 """One row of so many is looked at in a JAX program, in which calls are not counted."""
 TURNS = 13
 """Where the host looks, one row of so many; the next one in the next call, so all within as many calls. Operands of one
-shape may take turns, as the layers of a model do: a prime sees all rows of each, unless there are 13 of them."""
+shape may take turns, as the layers of a model do: a prime sees all rows of each, unless their number is a
+multiple of it."""
 LEARNT = 256
 """Calls from which it is learnt what is usual."""
 BAND = 4.0

@@ -43,9 +43,9 @@ def matmul(
     a, b: arrays of one framework (NumPy, torch, JAX) on one device, ScaledArrays or prepared operands; shapes as the
     array API's matmul has them: vectors, matrices, and stacks whose leading dimensions broadcast; any strides, zero
     sizes too. bias: an array that broadcasts to the result. activation: relu, gelu, gelu_tanh or silu, in float32
-    after the bias. out_dtype: the result's; by default the framework's own promotion, and bfloat16 for two FP8
-    operands. policy: a name, path or Policy for this call. backend: use this one or raise NoBackendError. scope: a
-    name for where in a model the product stands; rules may match it.
+    after the bias; torch's own is of what its linear layer rounds to. out_dtype: the result's; by default the
+    framework's own promotion, and bfloat16 for two FP8 operands. policy: a name, path or Policy for this call. backend:
+    use this one or raise NoBackendError. scope: a name for where in a model the product stands; rules may match it.
 
     A problem that is not known is measured within the policy's budget; explain() says what came of it. Raises
     MixedArraysError (a TypeError) for arrays of two frameworks or devices, and whatever the framework's own
@@ -88,7 +88,7 @@ def explain(
     matmul refuses, its error; TypeError for what that multiplies by a rule of its own, as torch's nested tensors.
     """
     call, options = request(a, b, bias, activation, out_dtype), _options(policy, backend, scope)
-    problem = describe(call)
+    problem = describe(call.room.chosen(call))
     if problem is None:
         refused(call)
         raise TypeError(f"{call.room.name} multiplies these by a rule of its own: there is nothing to choose")

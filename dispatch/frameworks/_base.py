@@ -131,10 +131,13 @@ class Framework(Protocol):
         pass.
         """
 
+    def chosen(self, call: Any) -> Any:
+        """Return the part of a Request that is chosen, mostly all: what a derivative is needed of is none of it."""
+
     def deferred(self, call: Any, options: Any) -> Array | None:
         """Return a product that a trace holds until its shapes are known, or None: it is chosen for now.
 
-        call, options: a Request and its Options.
+        So is what is chosen in part, the rest by the framework itself. call, options: a Request and its Options.
         """
 
     # Measuring

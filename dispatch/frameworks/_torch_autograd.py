@@ -12,7 +12,6 @@ from torch import Tensor
 from dispatch._backend import Plan
 from dispatch._problem import Operand, Problem
 from dispatch.frameworks._base import Again
-from dispatch.frameworks._torch_product import derivative
 from dispatch.frameworks.operands import decoded_dtype
 from dispatch.frameworks.request import CALLERS
 from dispatch.quantization.prepared import PreparedOperand
@@ -26,6 +25,7 @@ _Products = Callable[[Tensor, Any, str], Any]
 def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None = None) -> Plan:
     """Return `plan` with gradients: dgrad and wgrad are products by `again`, each with its own decision.
 
+    problem: without an activation, whose derivative needs what it is of.
     seen: filled with who serves them, once that is known.
     """
     found: Seen = {} if seen is None else seen
@@ -36,7 +36,7 @@ def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None
 
     def product(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
         multiplied: list[bool] = []
-        rest = a, b, plan, problem.activation, once_more, dtypes, multiplied
+        rest = a, b, plan, once_more, dtypes, multiplied
         try:
             out: Tensor = _Product.apply(_array(a), _array(b), bias, rest)
         except BaseException as error:
@@ -71,25 +71,17 @@ def gradients(
     grad: Tensor,
     a: Tensor | None,
     b: Tensor | None,
-    bias: Tensor | None,
     like: tuple[tuple[torch.Size, torch.dtype] | None, ...],
-    activation: str | None,
     again: _Products,
     weight: PreparedOperand | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of a, b and bias for activation(a @ b + bias) with the gradient `grad`.
+    """Return the gradients of a, b and bias for a @ b + bias with the gradient `grad`.
 
-    a is needed for b's gradient, b for a's, and both and the bias where there is an activation: the product is then
-    made anew. like: shape and dtype of each operand that has a gradient, else None. Shapes are those of torch.matmul.
+    a is needed for b's gradient, b for a's. like: shape and dtype of each operand that has a gradient, else None.
+    Shapes are those of torch.matmul.
     weight: the prepared operand that b is of, if it is; what that is quantized to for a's gradient is kept like any
     form of it.
     """
-    if activation is not None:
-        assert a is not None
-        assert b is not None
-        before = again(a, b, "matmul").to(wide(a))
-        before = before if bias is None else before + bias.to(before.dtype)
-        grad = derivative(grad.to(before.dtype), before, activation)
     like_a, like_b, like_bias = like
     grad_a = None if like_a is None or b is None else _dgrad(grad, b, like_a, again, weight)
     grad_b = None if like_b is None or a is None else _wgrad(a, grad, like_b, again)
@@ -179,23 +171,22 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, bias, (given_a, given_b, _, activation, again, dtypes, _) = inputs
+        a, b, bias, (given_a, given_b, _, again, dtypes, _) = inputs
         need_a, need_b = ctx.needs_input_grad[:2]
-        every = activation is not None  # the product is made anew
-        ctx.save_for_backward(a if need_b or every else None, b if need_a or every else None, bias if every else None)
+        ctx.save_for_backward(a if need_b else None, b if need_a else None)
         ctx.like = likes(ctx, a, b, bias)
         ctx.scaled = (None if a is not None else given_a, None if b is not None else given_b)
-        ctx.activation, ctx.again, ctx.dtypes = activation, again, dtypes
+        ctx.again, ctx.dtypes = again, dtypes
         ctx.weight = given_b if isinstance(given_b, PreparedOperand) else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, bias = ctx.saved_tensors
+        a, b = ctx.saved_tensors
         a = ctx.scaled[0].dequantize() if ctx.scaled[0] is not None else a
         b = ctx.scaled[1].dequantize() if ctx.scaled[1] is not None else b
         weight = ctx.weight if ctx.weight is not None and b is not None and _is(b, ctx.weight.array) else None
         a, b = (x if x is None else x.to(dtype) for x, dtype in zip((a, b), ctx.dtypes, strict=True))
-        return *gradients(grad, a, b, bias, ctx.like, ctx.activation, ctx.again, weight), None
+        return *gradients(grad, a, b, ctx.like, ctx.again, weight), None
 
 
 def likes(ctx: Any, *operands: Tensor | None) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:

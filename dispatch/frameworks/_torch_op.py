@@ -19,7 +19,14 @@ from torch.autograd import forward_ad
 from dispatch._api import matmul
 from dispatch._recipe import ScalingRecipe
 from dispatch.frameworks import _torch_autograd as autograd
-from dispatch.frameworks._torch_product import decoded, effective, product, without_autocast
+from dispatch.frameworks._torch_product import (
+    activate,
+    before_activation,
+    decoded,
+    effective,
+    product,
+    without_autocast,
+)
 from dispatch.frameworks.backward import again
 from dispatch.frameworks.compiled import POLICY, refuse_plugins
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
@@ -189,10 +196,17 @@ def differentiable(
     if _functorch() is not None or forward_ad._current_level >= 0:  # of exported programs: nobody asked Dynamo
         return _native(*tensors, **given)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return cast(Tensor, _Product.apply(*tensors, given))
+        return _trained(tensors, given)
     if _modes() or any(x is not None and (type(x) not in _PLAIN or x.is_meta) for x in tensors):
         return _below(tensors, given)
     return _run(*tensors, **given)
+
+
+def _trained(tensors: Sequence[Tensor | None], given: dict[str, Any]) -> Tensor:
+    activation, out = given.get("activation"), given.get("out_dtype")
+    alone = given if activation is None else {**given, "activation": None, "out_dtype": before_activation(out)}
+    value = cast(Tensor, _Product.apply(*tensors, alone))
+    return value if activation is None else activate(value, activation).to(out or value.dtype)
 
 
 def _native(a: Tensor, b: Tensor, bias: Any, scale_a: Any, scale_b: Any, **given: Any) -> Tensor:
@@ -229,8 +243,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         *tensors, given = inputs
         a, b, bias, *_ = tensors
         need_a, need_b = ctx.needs_input_grad[:2]
-        every = given.get("activation") is not None
-        kept = (need_b or every, need_a or every, every, need_b or every, need_a or every)
+        kept = need_b, need_a, False, need_b, need_a
         ctx.save_for_backward(*(x if keep else None for x, keep in zip(tensors, kept, strict=True)))
         ctx.like = autograd.likes(ctx, a, b, bias)
         ctx.given = given
@@ -238,7 +251,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, bias, *scales = ctx.saved_tensors
+        a, b, _, *scales = ctx.saved_tensors
         given = ctx.given
         a, b = (
             x if x is None or scale is None else _operand(x, scale, given[form], None).dequantize()
@@ -248,7 +261,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         def product(x: Tensor, y: Tensor, op: str) -> Any:
             return OP(x, y, policy=given.get("policy"), scope=given.get("scope"), op=op)
 
-        return *autograd.gradients(grad, a, b, bias, ctx.like, given.get("activation"), product), None, None, None
+        return *autograd.gradients(grad, a, b, ctx.like, product), None, None, None
 
 
 def _batched(info: Any, in_dims: tuple[int | None, ...], *tensors: Any, **rest: Any) -> tuple[Tensor, int]:

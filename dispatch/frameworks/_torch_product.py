@@ -20,22 +20,18 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
     """Return activation(x): relu, gelu (by erf), gelu_tanh or silu."""
     if activation is None:
         return x
-    if activation in ("gelu", "gelu_tanh"):
-        out = functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-        return torch.where(x == math.inf, x, out) if x.device.type == "cpu" else out  # oneDNN's gives NaN for Inf
-    return functional.relu(x) if activation == "relu" else functional.silu(x)
+    if activation in ("relu", "silu"):
+        return functional.relu(x) if activation == "relu" else functional.silu(x)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    if x.device.type != "cpu":
+        return functional.gelu(x, approximate=approximate)
+    infinite = x == math.inf  # oneDNN's gives NaN there, its derivative too
+    return torch.where(infinite, x, functional.gelu(x.masked_fill(infinite, 0), approximate=approximate))
 
 
-def derivative(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Return grad times the derivative of the activation at x, in terms that can be differentiated again."""
-    own = torch.ops.aten
-    if activation in ("gelu", "gelu_tanh"):
-        out = own.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
-        return torch.where(x == math.inf, grad, out) if x.device.type == "cpu" else out  # as in activate
-    if activation == "relu":
-        return own.threshold_backward(grad, x, 0)
-    share = torch.sigmoid(x)  # torch's own silu_backward has no derivative
-    return grad * share * (1 + x * (1 - share))
+def before_activation(out: torch.dtype | None) -> torch.dtype | None:
+    """Return what a product is rounded to that its activation is to follow, for a result in `out`; None: its own."""
+    return out if out is not None and out.is_floating_point and out.itemsize > 1 else None
 
 
 def autocasting(x: Tensor) -> bool:
@@ -79,8 +75,11 @@ def product(
 ) -> Any:
     """Return activation(a @ b + bias) in `out`; own: the dtype that torch computes the product in.
 
-    Where `out` is wider the product is not rounded to `own` first.
+    Where `out` is wider the product is not rounded to `own` first. A bias of the same dtype is added as torch's own
+    linear layers do, and the activation is of what that rounds to.
     """
+    if out is own and own.is_floating_point and (bias is None or effective(bias) is own):
+        return activate(_linear(a, b, bias, own), activation)
     whole = not own.is_floating_point and not own.is_complex
     if whole and (out.is_floating_point or out.itemsize > own.itemsize):
         return epilogue(torch.matmul(a.to(out), b.to(out)), bias, activation, out)
@@ -90,6 +89,16 @@ def product(
         return epilogue(_mm_to_float32(a, b), bias, activation, out)
     with without_autocast(a):
         return epilogue(torch.matmul(a.to(own).to(out), b.to(own).to(out)), bias, activation, out)
+
+
+def _linear(a: Tensor, b: Tensor, bias: Tensor | None, own: torch.dtype) -> Tensor:
+    """Return a @ b + bias rounded to `own`, in one launch where torch has one."""
+    if bias is None:
+        return torch.matmul(a, b)
+    if a.dim() > 1 and b.dim() == 2 and bias.shape == b.shape[1:]:
+        return functional.linear(a, b.mT, bias)
+    value = torch.matmul(a, b)
+    return value + bias.to(own).expand(value.shape)
 
 
 def epilogue(value: Tensor, bias: Tensor | None, activation: str | None, out: torch.dtype) -> Tensor:

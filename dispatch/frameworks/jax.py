@@ -153,12 +153,17 @@ class JaxRoom:
         return standing.as_it_stands if problem.op != "matmul" or "traced" in problem.modes else jnp.matmul
 
     def epilogue(self, product: Array, problem: Problem, bias: Array | None) -> Array:
-        """Return activation(product + bias), computed in float32 or wider."""
-        return _epilogue(problem.activation, problem.out_dtype, product, bias)
+        """Return activation(product + bias), computed in float32 or wider; of concrete arrays in one launch."""
+        follow = _epilogue if isinstance(product, Tracer) or isinstance(bias, Tracer) else _compiled_epilogue
+        return follow(problem.activation, problem.out_dtype, product, bias)
 
     def adapt(self, plan: Plan, forms: Forms | None, problem: Problem, native: Plan, again: Again) -> Plan:
         """Return `plan` compiled once, with the native product's derivatives."""
         return _differentiable(plan, forms, native)
+
+    def chosen(self, call: Request) -> Request:
+        """Return the whole call: what is traced is taken apart where it is lowered."""
+        return call
 
     def deferred(self, call: Request, options: Any) -> Array | None:
         """Return a product in the trace that is decided when that is lowered, or None.
@@ -362,6 +367,9 @@ def _epilogue(activation: str | None, out_dtype: str, product: Array, bias: Arra
     value = product.astype(wide)
     value = value if bias is None else value + bias.astype(wide)
     return _activate(value, activation).astype(out_dtype)
+
+
+_compiled_epilogue = jax.jit(_epilogue, static_argnums=(0, 1))
 
 
 def _differentiable(plan: Plan, forms: Forms | None, native: Plan) -> Plan:

@@ -143,7 +143,7 @@ class NumpyRoom:
                 return np.asarray(product).astype(out, copy=False)
         wide = _wide(product.dtype, problem, bias)
         with np.errstate(all="ignore"):
-            value = np.asarray(product).astype(wide)
+            value = np.asarray(product).astype(wide, copy=False)
             value = value if bias is None else value + np.asarray(bias).astype(wide)
             return activate(value, problem.activation).astype(out, copy=False)
 
@@ -152,6 +152,10 @@ class NumpyRoom:
         from dispatch.frameworks.operands import formed
 
         return formed(plan, forms)
+
+    def chosen(self, call: Any) -> Any:
+        """Return the whole call."""
+        return call
 
     def deferred(self, call: Any, options: Any) -> None:
         """Return None: nothing waits."""

@@ -70,6 +70,12 @@ def stated(room: Framework, operand: Any, dtype: str) -> Any:
     return prepare(cast) if isinstance(operand, PreparedOperand) else cast
 
 
+def all_stated(room: Framework, operands: tuple[Any, ...], problem: Problem) -> tuple[Any, ...]:
+    """Return a, b and the bias, if there is one, in the dtypes that their Problem states."""
+    dtypes = problem.a.dtype, problem.b.dtype, problem.bias or ""
+    return tuple(stated(room, x, dtype) for x, dtype in zip(operands, dtypes, strict=False))
+
+
 def undressed(room: Framework, a: Any, b: Any) -> tuple[Any, Any]:
     """Return both operands as arrays that the framework multiplies by its own rules, or refuses by them."""
     first, second = (

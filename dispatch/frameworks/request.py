@@ -94,11 +94,11 @@ def describe(call: Request) -> Problem | None:
         k=call.shapes.a[-1],
         a=a,
         b=b,
-        out_dtype=own if call.out_dtype is None else _name_of(room, call.out_dtype),
+        out_dtype=own if call.out_dtype is None else name_of(room, call.out_dtype),
         framework=room.name,
         arch=str(room.arch(reference)),
         device=room.device(reference),
-        bias=None if call.bias is None else room.dtype_name(call.bias),
+        bias=None if call.bias is None else room.effective(call.bias),
         activation=call.activation,
         modes=room.modes(
             *(x.scale for x in (call.a, call.b) if isinstance(x, ScaledArray)), *map(array_of, call.operands)
@@ -220,7 +220,8 @@ def _operand(room: Framework, operand: Any, shape: tuple[int, ...]) -> Operand:
     return replace(facts, prepared=isinstance(operand, PreparedOperand))
 
 
-def _name_of(room: Framework, dtype: Any) -> str:
+def name_of(room: Framework, dtype: Any) -> str:
+    """Return the name of an out_dtype, or raise TypeError."""
     try:
         return room.name_of_dtype(dtype)
     except (TypeError, AttributeError):

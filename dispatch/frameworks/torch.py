@@ -30,6 +30,9 @@ from dispatch.frameworks._torch_clock import CudaClock
 from dispatch.frameworks._torch_graphs import apart, pooled
 from dispatch.frameworks._torch_streams import waiting
 from dispatch.frameworks.arch import Arch
+from dispatch.frameworks.operands import array_of, formed
+from dispatch.frameworks.request import Request, name_of
+from dispatch.quantization import ScaledArray
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided
@@ -201,29 +204,34 @@ class TorchRoom:
 
         The own product too has a dispatched backward pass, until no plugin turns out to serve that either.
         """
-        from dispatch.frameworks.operands import formed
-
         own, seen = plan is native, dict[str, str | None]()
         plan = formed(plan, forms)
         device = problem.device.partition(":")[0]
         if "differentiated" in problem.modes:
-            plan = self._product_alone(problem, again, seen) if own else autograd.differentiable(plan, problem, again)
+            plan = autograd.differentiable(plan, problem, again, seen)
         if _any_autocast() and torch.is_autocast_enabled(device):  # outermost: the backward pass too is in its dtype
-            plan = _without_autocast(plan, device, self.dtype(problem.a.dtype), self.dtype(problem.b.dtype))
+            facts = problem.a.dtype, problem.b.dtype, problem.bias or problem.a.dtype
+            plan = _without_autocast(plan, device, *map(self.dtype, facts))
         return autograd.until_native(plan, native, seen) if own else plan
 
-    def _product_alone(self, problem: Problem, again: Again, seen: dict[str, str | None]) -> Plan:
-        """Return the own product with a dispatched backward pass; what follows it keeps torch's own."""
-        from dispatch.frameworks.operands import native
+    def chosen(self, call: Request) -> Request:
+        """Return the call without its activation where a gradient is wanted: it needs what the activation is of."""
+        scales = (x.scale for x in (call.a, call.b) if isinstance(x, ScaledArray))
+        if call.activation is None or "differentiated" not in self.modes(*map(array_of, call.operands), *scales):
+            return call
+        out = None if call.out_dtype is None else self.dtype(name_of(self, call.out_dtype))
+        return replace(call, activation=None, out_dtype=own_product.before_activation(out))
 
-        bare = replace(problem, bias=None, activation=None)
-        product = autograd.differentiable(native(bare), bare, again, seen)
-        if problem.bias is None and problem.activation is None:
-            return product
-        return lambda a, b, bias=None: self.epilogue(product(a, b), problem, bias)
+    def deferred(self, call: Request, options: Any) -> Tensor | None:
+        """Return the activation of a product that is chosen without it, or None where they are chosen as one."""
+        from dispatch._api import _call
 
-    def deferred(self, call: Any, options: Any) -> None:
-        """Return None: nothing waits."""
+        alone = self.chosen(call)
+        if alone is call or self.key(array_of(call.a), array_of(call.b)) is None:
+            return None
+        value: Tensor = _call(alone, options)
+        out = value.dtype if call.out_dtype is None else self.dtype(name_of(self, call.out_dtype))
+        return own_product.activate(value, call.activation).to(out)
 
     def measurable(self, a: Any) -> str | None:
         """Return a reason during graph capture, and for a tensor without values, a complex or a quantized one."""
@@ -337,12 +345,12 @@ def _virtual(x: Tensor) -> bool:
     return type(x) not in _PLAIN or x.is_meta or bool(_modes()) or _functorch() is not None
 
 
-def _without_autocast(plan: Plan, device: str, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Plan:
+def _without_autocast(plan: Plan, device: str, *dtypes: torch.dtype) -> Plan:
     def casting(a: Any, b: Any, bias: Any = None) -> Any:
         with torch.autocast(device, enabled=False):
-            x = a.to(a_dtype) if isinstance(a, Tensor) else a
-            y = b.to(b_dtype) if isinstance(b, Tensor) else b
-            return plan(x, y) if bias is None else plan(x, y, bias)
+            x = a.to(dtypes[0]) if isinstance(a, Tensor) else a
+            y = b.to(dtypes[1]) if isinstance(b, Tensor) else b
+            return plan(x, y) if bias is None else plan(x, y, bias.to(dtypes[2]))
 
     return casting
 

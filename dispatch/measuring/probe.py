@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dispatch._problem import Problem
-from dispatch.frameworks.operands import stated
+from dispatch.frameworks.operands import all_stated
 from dispatch.measuring.error import Float64, Rows, compare
 from dispatch.measuring.session import Baseline, Operands
 
@@ -37,8 +37,7 @@ def beyond(
     out: (*batch, m, n), the result for operands a (*batch, m, k), b (*batch, k, n) and perhaps a bias, of arrays,
     ScaledArrays or PreparedOperands; no activation. metric: one of ESTIMATED. seed: of the signs, another in each call.
     """
-    a, b, *bias = operands
-    base = Baseline(room, problem, (stated(room, a, problem.a.dtype), stated(room, b, problem.b.dtype), *bias))
+    base = Baseline(room, problem, all_stated(room, operands, problem))
     allowed = limit * limit if metric == "relative_l2" else limit
     squares = estimates(base, out, 2 * seed, metric)
     suspects = np.flatnonzero(squares > SUSPICION * allowed)

@@ -13,7 +13,7 @@ from dispatch._decision import as_good, narrower
 from dispatch._measurement import BASELINE, METRICS, Candidate, Error, Measurement
 from dispatch._problem import Problem
 from dispatch.frameworks._clock import map_arrays
-from dispatch.frameworks.operands import array_of, decode, decoded, native, stated
+from dispatch.frameworks.operands import all_stated, array_of, decode, decoded, native
 from dispatch.measuring.error import Rows, Truth, compare, finite_fault, truth
 from dispatch.measuring.latency import Timing, measure_latency
 from dispatch.quantization import PreparedOperand, ScaledArray, prepare, quantize
@@ -75,8 +75,7 @@ def measure(
 
     operands: the caller's own; under tracing concrete random ones. Never raises for a candidate's fault.
     """
-    a, b, *bias = operands
-    operands = (stated(room, a, problem.a.dtype), stated(room, b, problem.b.dtype), *bias)
+    operands = all_stated(room, operands, problem)
     base = Baseline(room, problem, operands)
     errors, rounding, table.degenerate = _errors(base, entrants, operands, policy, table)
     data = "random" if table.degenerate or "traced" in problem.modes else "caller"

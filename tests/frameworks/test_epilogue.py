@@ -135,7 +135,10 @@ def combinations(route: Route) -> list[tuple[str, str | None, str | None, str | 
 
 
 def test_epilogue_is_float32_rounded_once(route: Route) -> None:
-    """A result is off by one rounding of its dtype, beyond what float32 itself loses on the way."""
+    """A result is off by one rounding of its dtype, beyond what float32 itself loses on the way.
+
+    torch's own activation is of what its linear layer rounded, in the same dtype; none is steeper than 1.13.
+    """
     framework = route.framework
     for dtype, bias_dtype, activation, out_dtype in combinations(route):
         bias_dtype, result = dtype if bias_dtype == "same" else bias_dtype, out_dtype or dtype
@@ -145,11 +148,15 @@ def test_epilogue_is_float32_rounded_once(route: Route) -> None:
             bias = None if bias_dtype is None else array(framework, values, bias_dtype)
             found = route.matmul(a, b, bias=bias, activation=activation, out_dtype=out_dtype)
             exact = host(framework, a) @ host(framework, b)
-            exact = activated(exact if bias is None else exact + host(framework, bias), activation)
+            exact = exact if bias is None else exact + host(framework, bias)
+            rounded = framework == "torch" and activation is not None and dtype == bias_dtype == result
+            before = 1.13 * EPSILON[dtype] / 2 * np.abs(exact) if rounded else 0.0
+            exact = activated(exact, activation)
             assert dispatch.framework(framework).dtype_name(found) == result
             step = EPSILON[result] / 2 + 8 * EPSILON["float64" if dtype == "float64" else "float32"]
             case = f"{dtype} {bias_dtype} {activation} {out_dtype}"
-            np.testing.assert_allclose(host(framework, found), exact, rtol=step, atol=2e-6, err_msg=case)
+            off = np.abs(host(framework, found) - exact)
+            assert np.all(off <= step * np.abs(exact) + 2e-6 + before), (case, off.max())
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)

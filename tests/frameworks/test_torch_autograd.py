@@ -120,6 +120,99 @@ def test_the_backward_pass_is_dispatched_too(winner: Any) -> None:
     assert found == {("matmul", 3, 5, 4), ("dgrad", 3, 4, 5), ("wgrad", 4, 5, 3)}
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_product_is_not_made_anew_for_its_activations_derivative(
+    activation: str, compiled: bool, winner: Any
+) -> None:
+    """The activation follows the product, which its derivative needs: three products a step, as torch makes."""
+    a, b, bias = (tensor(shape, 0, torch.bfloat16) for shape in ((3, 4), (4, 5), (5,)))
+
+    def layer(a: Any, b: Any, c: Any) -> Any:
+        return dispatch.matmul(a, b, bias=c, activation=activation)
+
+    torch._dynamo.reset()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    for grads in ((True, True, True), (False, False, True)):
+        operands = [x.detach().requires_grad_(grad) for x, grad in zip((a, b, bias), grads, strict=True)]
+        gradients(run, operands)  # measures
+        winner.problems.clear()
+        found = gradients(run, operands)
+        made = ["matmul"] + (["dgrad", "wgrad"] if grads[0] else [])
+        assert [p.op for p in winner.problems] == made
+        assert winner.problems[0].activation is None
+        wanted = gradients(lambda a, b, c: ACTIVATE[activation](a @ b + c), operands)
+        same(found, wanted, rtol=0.05, atol=0.05)
+    with torch.no_grad():
+        run(a, b, bias)
+    assert winner.problems[-1].activation == activation
+
+
+def test_explain_tells_of_the_product_that_an_activation_follows(winner: Any) -> None:
+    a, b = tensor((3, 4), 0, torch.bfloat16), tensor((4, 5), 1, torch.bfloat16)
+    assert dispatch.explain(a, b, activation="gelu").problem.activation is None
+    assert dispatch.explain(a.detach(), b.detach(), activation="gelu").problem.activation == "gelu"
+    for out_dtype in ("float8_e4m3fn", torch.float8_e4m3fn, torch.float16, "float32", None):
+        out = dispatch.matmul(a, b, activation="gelu", out_dtype=out_dtype)
+        wanted = functional.gelu((a.float() @ b.float()).to(torch.bfloat16 if out_dtype is None else torch.float32))
+        same(out.float(), wanted.to(out.dtype).float(), rtol=0.07, atol=0.01)
+        narrow = out.dtype.itemsize == 1
+        decision = dispatch.explain(a, b, activation="gelu", out_dtype=out_dtype)
+        assert decision.problem.out_dtype == ("bfloat16" if narrow else str(out.dtype).removeprefix("torch."))
+    with pytest.raises(TypeError, match="out_dtype 'float23' is no dtype of torch"):
+        dispatch.matmul(a, b, activation="gelu", out_dtype="float23")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu"])
+def test_the_derivative_at_inf_is_one(activation: str, serving: Any) -> None:
+    a, b = torch.tensor([[torch.inf], [2.0]], requires_grad=True), torch.ones(1, 1)
+    with serving():
+        dispatch.matmul(a, b, activation=activation).sum().backward()
+    if activation != "silu":  # torch's own has Inf times 0
+        assert a.grad[0] == 1.0
+    assert 0.9 < a.grad[1] < 1.2
+
+
+class Ops(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        self.names.append(op.overloadpacket.__name__)
+        return op(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_own_product_with_a_bias_is_torchs_linear_layer(dtype: Any, activation: str | None) -> None:
+    """The baseline is what a user of torch would run: no copies in float32 around a bias."""
+    a, b, bias = (tensor(shape, 1, dtype, False) for shape in ((4, 8), (8, 6), (6,)))
+    native = dispatch.native(dispatch.explain(a, b, bias=bias, activation=activation).problem)
+    with Ops() as ops:
+        found = native(a, b, bias)
+    views = {"t", "transpose", "permute", "view", "mT"}
+    assert [name for name in ops.names if name not in views] == ["addmm", *([activation] if activation else [])]
+    same(found, ACTIVATE[activation](functional.linear(a, b.mT, bias)), rtol=0, atol=0)
+    stack = tensor((3, 4, 8), 2, dtype, False)
+    same(native(stack, b, bias), ACTIVATE[activation](functional.linear(stack, b.mT, bias)), rtol=0, atol=0)
+
+
+def test_a_bias_under_autocast_is_of_its_dtype_as_a_linear_layers_is(winner: Any) -> None:
+    a, b, bias = (tensor(shape, 1, torch.float32) for shape in ((4, 8), (8, 6), (6,)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dispatch.explain(a, b, bias=bias).problem.bias == "bfloat16"
+        found, grads = gradients(lambda *x: dispatch.matmul(x[0], x[1], bias=x[2]), [a, b, bias])
+        wanted, wanted_grads = gradients(lambda *x: functional.linear(x[0], x[1].mT, x[2]), [a, b, bias])
+    assert found.dtype == wanted.dtype
+    same(found, wanted, rtol=0.01, atol=0.01)
+    assert [x.dtype for x in grads] == [torch.float32] * 3
+    same(grads, wanted_grads, rtol=0.02, atol=0.05)
+    assert dispatch.explain(a, b, bias=bias).problem.bias == "float32"
+
+
 def test_forward_and_both_gradients_have_decisions_of_their_own() -> None:
     """One shape three times: what is chosen for one of them says nothing of the others."""
     a, b = tensor((8, 8), 0, torch.bfloat16), tensor((8, 8), 1, torch.bfloat16)

@@ -81,10 +81,14 @@ def gradients(
     Shapes are those of torch.matmul.
     weight: the prepared operand that b is of, if it is; what that is quantized to for a's gradient is kept like any
     form of it.
+
+    A float32 gradient of bfloat16 operands, whose gradients are bfloat16, is multiplied as bfloat16: it fits.
     """
     like_a, like_b, like_bias = like
-    grad_a = None if like_a is None or b is None else _dgrad(grad, b, like_a, again, weight)
-    grad_b = None if like_b is None or a is None else _wgrad(a, grad, like_b, again)
+    fits = grad.dtype is torch.float32 and all(x is None or x.dtype is torch.bfloat16 for x in (a, b))
+    factor = grad.to(torch.bfloat16) if fits and (like_a or like_b) else grad
+    grad_a = None if like_a is None or b is None else _dgrad(factor, b, like_a, again, weight)
+    grad_b = None if like_b is None or a is None else _wgrad(a, factor, like_b, again)
     return grad_a, grad_b, None if like_bias is None else _as_large(grad, *like_bias)
 
 
@@ -146,7 +150,9 @@ def _widest(a: Tensor, b: Tensor, op: str, again: _Products) -> Tensor:
 def _as_large(grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return `grad` summed over the dimensions that an operand of this shape was broadcast along, in its dtype."""
     if tuple(grad.shape) != tuple(shape):
-        grad = grad.to(wide(grad)).sum_to_size(shape)
+        lead = grad.dim() - len(shape)
+        along = [i for i in range(grad.dim()) if i < lead or shape[i - lead] != grad.shape[i]]
+        grad = grad.sum(along, keepdim=True, dtype=wide(grad)).reshape(shape)
     return (grad.real if grad.is_complex() and not dtype.is_complex else grad).to(dtype)
 
 

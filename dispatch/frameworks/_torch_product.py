@@ -85,7 +85,7 @@ def product(
         return epilogue(torch.matmul(a.to(out), b.to(out)), bias, activation, out)
     if out not in _WIDE or out is own or not own.is_floating_point:
         return epilogue(torch.matmul(a, b), bias, activation, out)
-    if a.is_cuda and a.dim() == b.dim() == 2 and out is torch.float32 and a.element_size() == 2:
+    if a.is_cuda and a.dim() > 1 and b.dim() == 2 and out is torch.float32 and a.element_size() == 2:
         return epilogue(_mm_to_float32(a, b), bias, activation, out)
     with without_autocast(a):
         return epilogue(torch.matmul(a.to(own).to(out), b.to(own).to(out)), bias, activation, out)
@@ -115,7 +115,7 @@ def epilogue(value: Tensor, bias: Tensor | None, activation: str | None, out: to
 
 
 def _mm_to_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the float32 product of 16-bit matrices; torch's own op for it has no derivative."""
+    """Return the float32 product of 16-bit matrices, or of a stack by one; torch's op for it has no derivative."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return torch.matmul(a.float(), b.float())
-    return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.flatten(0, -2), b, out_dtype=torch.float32).unflatten(0, a.shape[:-1])

@@ -212,7 +212,8 @@ class TorchRoom:
         if _any_autocast() and torch.is_autocast_enabled(device):  # outermost: the backward pass too is in its dtype
             facts = problem.a.dtype, problem.b.dtype, problem.bias or problem.a.dtype
             plan = _without_autocast(plan, device, *map(self.dtype, facts))
-        return autograd.until_native(plan, native, seen) if own else plan
+        wider = problem.out_dtype != problem.a.dtype  # whose own derivative multiplies in float32
+        return autograd.until_native(plan, native, seen) if own and not wider else plan
 
     def chosen(self, call: Request) -> Request:
         """Return the call without its activation where a gradient is wanted: it needs what the activation is of."""

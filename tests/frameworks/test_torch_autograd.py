@@ -200,6 +200,57 @@ def test_the_own_product_with_a_bias_is_torchs_linear_layer(dtype: Any, activati
     same(native(stack, b, bias), ACTIVATE[activation](functional.linear(stack, b.mT, bias)), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(6,), (1,), (3, 1), (4, 1, 6), ()], ids=str)
+def test_the_gradient_of_a_bias_is_summed_in_float32_in_one_pass(shape: Any, winner: Any) -> None:
+    rows, columns = tensor((4, 3, 8), 0, torch.bfloat16, False), tensor((8, 6), 1, torch.bfloat16, False)
+    bias, cotangent = tensor(shape, 2, torch.bfloat16), tensor((4, 3, 6), 3, torch.bfloat16, False)
+    out = dispatch.matmul(rows, columns, bias=bias)
+    with Ops() as ops:
+        (found,) = torch.autograd.grad(out, [bias], cotangent)
+    assert "sum" in ops.names
+    assert "_to_copy" not in ops.names[: ops.names.index("sum")]
+    same(found.double(), cotangent.double().sum_to_size(shape), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_float32_result_of_bfloat16_operands_has_bfloat16_products_in_its_backward_pass(
+    prepared: bool, winner: Any
+) -> None:
+    a, b = tensor((3, 8), 0, torch.bfloat16), tensor((8, 5), 1, torch.bfloat16)
+    cotangent = tensor((3, 5), 2, torch.float32, False)
+    out = dispatch.matmul(a, dispatch.prepare(b) if prepared else b, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    found = torch.autograd.grad(out, [a, b], cotangent)
+    backward = [p for p in winner.problems if p.op != "matmul"]
+    assert {p.op for p in backward} == {"dgrad", "wgrad"}
+    assert {(p.a.dtype, p.b.dtype) for p in backward} == {("bfloat16", "bfloat16")}
+    wanted = cotangent.double() @ b.double().mT, a.double().mT @ cotangent.double()
+    same([x.double() for x in found], list(wanted), rtol=0.02, atol=0.05)
+
+
+def test_a_float32_gradient_of_float16_operands_stays_wide(winner: Any) -> None:
+    """Beyond 65,504 it would be Inf, though its products may be small again."""
+    a, b = torch.full((1, 2), 1e-3, dtype=torch.float16), torch.full((2, 1), 1e-3, dtype=torch.float16)
+    operands = [x.requires_grad_() for x in (a, b)]
+    out = dispatch.matmul(*operands, out_dtype=torch.float32)
+    found = torch.autograd.grad(out, operands, torch.full((1, 1), 1e6))
+    same([x.float() for x in found], [torch.full((1, 2), 1e3), torch.full((2, 1), 1e3)], rtol=0.01, atol=0)
+
+
+def test_a_wider_result_of_the_own_product_keeps_its_backward_pass_narrow() -> None:
+    """torch's own derivative of it would multiply in float32, an order of magnitude slower on a GPU."""
+    a, b = tensor((3, 8), 0, torch.bfloat16), tensor((8, 5), 1, torch.bfloat16)
+    with dispatch.use_policy(tuning={"mode": "off"}):
+        dispatch.forget()
+        for _ in range(3):
+            out = dispatch.matmul(a, b, out_dtype=torch.float32)
+            with Ops() as ops:
+                grads = torch.autograd.grad(out, [a, b], torch.ones(3, 5))
+            assert [x.dtype for x in grads] == [torch.bfloat16] * 2
+            first = ops.names.index("mm")
+            assert ops.names[:first].count("_to_copy") == 1  # of the gradient, to bfloat16
+
+
 def test_a_bias_under_autocast_is_of_its_dtype_as_a_linear_layers_is(winner: Any) -> None:
     a, b, bias = (tensor(shape, 1, torch.float32) for shape in ((4, 8), (8, 6), (6,)))
     with torch.autocast("cpu", torch.bfloat16):

@@ -615,11 +615,13 @@ class TestOnAGPU:
         torch = pytest.importorskip("torch")
         a, b = self.operands(*size)
         bias = torch.zeros(size[1], device="cuda")
-        bias[3], bias[5] = -torch.inf, torch.inf
-        out = self.run(ROW, a, b, bias, activation="relu")
-        assert (out[:, 3] == 0).all()
-        assert (out[:, 5] == torch.inf).all()
-        assert out.isnan().sum() == 0
+        bias[3], bias[5], bias[7] = -torch.inf, torch.inf, torch.nan
+        for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+            out = self.run(ROW, a, b, bias, activation=activation)
+            assert (out[:, 3] == 0).all() or activation != "relu"
+            assert (out[:, 5] == torch.inf).all()
+            assert out[:, 7].isnan().all()  # a maximum in hardware would return the other number
+            assert out[:, [i for i in range(size[1]) if i not in (3, 5, 7)]].isfinite().all()
 
     @pytest.mark.parametrize("recipe", [ROW, None])
     def test_expanded_operands(self, recipe: str | None) -> None:
@@ -702,6 +704,32 @@ class TestOnAGPU:
                     found.append(plan(a, b))
             torch.cuda.synchronize()
             assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+    def test_threads_on_one_stream_do_not_share_counters(self) -> None:
+        """A split product's programs count those of their own launch alone, whoever launches beside it."""
+        import threading
+
+        torch = pytest.importorskip("torch")
+        size = (16, 1024, 8192)
+        plan = BACKEND.plan(problem(ROW, *size))
+        pairs = [self.operands(*size) for _ in range(4)]
+        wanted = [plan(a, b) for a, b in pairs]
+        found: list[Any] = [[] for _ in pairs]
+        ready = threading.Barrier(len(pairs))
+
+        def work(index: int) -> None:
+            ready.wait()
+            for _ in range(200):
+                found[index].append(plan(*pairs[index]))
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(pairs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize()
+        assert [len(outs) for outs in found] == [200] * len(pairs)
+        assert all(torch.equal(out, exact) for outs, exact in zip(found, wanted, strict=True) for out in outs)
 
     def test_a_profiler_s_hook_sees_every_launch(self) -> None:
         triton = pytest.importorskip("triton")

@@ -77,7 +77,8 @@ def host() -> str:
     found = rows("host")
     for entry in found:
         times = (f"{entry[key]:.2f} us" for key in ("own_us", "call_us", "beyond_us"))
-        lines.append([f"{entry['framework']} {entry['size']}x{entry['size']} float32", *times])
+        bias = ", with a bias" if entry.get("bias") else ""
+        lines.append([f"{entry['framework']} {entry['size']}x{entry['size']} float32{bias}", *times])
     return _table("| own matmul | whole call | beyond the plan", lines, found)
 
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+from dispatch._backend import Plan
 from dispatch._decision import Decision, decide
-from dispatch._engine import Engine, Options, Resolved
+from dispatch._engine import Engine, Resolved
 from dispatch._measurement import FRAMEWORKS_OWN
+from dispatch.frameworks import Framework
+from dispatch.frameworks.calls import Options, call_key, policy_of
 from dispatch.frameworks.compiled import NOT_OURS, interpreted, traced
-from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, check_alive, describe, is_callers, own_product, refused, request
-from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
+from dispatch.policies.policy import Policy, _in_force
 from dispatch.quantization import PreparedOperand, ScaledArray
 from dispatch.registry import BackendInfo, Registry, status
 from dispatch.registry.faults import is_out_of_memory
@@ -23,6 +25,7 @@ _table = KnownCalls()
 _young = _table.young
 _served = _table.served
 _keys: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
+_rooms: dict[type, Framework] = {}
 _active = _in_force.get
 _engine: Engine | None = None
 
@@ -51,20 +54,23 @@ def matmul(
     MixedArraysError (a TypeError) for arrays of two frameworks or devices, and whatever the framework's own
     matmul raises.
     """
+    plan = None
     if bias is activation is out_dtype is policy is backend is scope is None:
         key_of = _keys.get(type(a))
         if key_of is not None:
             key = key_of(a, b, _active()) if type(b) is not PreparedOperand else key_of(a, b._array, (_active(),))
             plan = _young.get(key)
-            if plan is not None:
-                try:
-                    return plan(a, b)
-                except BaseException as error:  # a plugin's code may raise anything
-                    call = request(a, b, None, None, None)
-                    if is_callers(call, plan, error):
-                        raise
-                    if (served := _served.get(key)) is not None:
-                        _failed(call, served, error)
+    else:
+        key, plan = _known(a, b, bias, activation, out_dtype, policy, backend, scope)
+    if plan is not None:
+        try:
+            return plan(a, b) if bias is None else plan(a, b, bias)
+        except BaseException as error:  # a plugin's code may raise anything
+            call = request(a, b, bias, activation, out_dtype)
+            if is_callers(call, plan, error):
+                raise
+            if (served := _served.get(key)) is not None:
+                _failed(call, served, error)
     return _call(request(a, b, bias, activation, out_dtype), _options(policy, backend, scope))
 
 
@@ -129,29 +135,28 @@ def _call(call: Request, options: Options) -> Any:
 
 def _key(call: Request, options: Options) -> Hashable | None:
     """Return the key of a call, or None where something else interprets it."""
-    own = call.room.key(array_of(call.a), array_of(call.b), _active())
-    bias = call.bias is not None and call.room.key(call.bias, call.bias)
-    if own is None or bias is None:
-        return None
-    plain = call.bias is call.activation is call.out_dtype is options.backend is options.scope is call.op is None
-    if plain and options.policy is current_policy() and (call.plain or call.weighted):  # as matmul itself makes it
-        return own if call.plain else call.room.key(call.a, call.b.array, (_active(),))
-    facts = tuple(_facts(call, x) for x in (call.a, call.b))
-    return own, facts, bias, call.activation, call.out_dtype, call.op, options.backend, options.scope, options.policy
+    facts = call.a, call.b, call.bias, call.activation, call.out_dtype
+    return call_key(call.room, *facts, options.policy, options.backend, options.scope, call.op)
 
 
-def _facts(call: Request, x: Any) -> Hashable:
-    if isinstance(x, ScaledArray):
-        return x.recipe, x.axis, call.room.effective(x.data, x.dtype), call.room.modes(x.scale)
-    return isinstance(x, PreparedOperand)
+def _known(a: Any, b: Any, bias: Any, *rest: Any) -> tuple[Hashable, Plan | None]:
+    """Return the key of a call of matmul and its plan; no plan for what has to be looked at first."""
+    room = _rooms.get(type(a))
+    if room is None or not (bias is None or type(bias) in _rooms):
+        return None, None
+    try:
+        key = call_key(room, a, b, bias, *rest)
+        return key, None if key is None else _young.get(key)
+    except (TypeError, AttributeError):  # what is no array, or has no hash
+        return None, None
 
 
 def _remember(key: Hashable, call: Request, resolved: Resolved) -> None:
     backend = resolved.decision.backend
     _table.keep(key, resolved.plan, None if backend in FRAMEWORKS_OWN else backend)
-    kind = type(call.a)
-    if kind not in _keys and (call.plain or call.weighted):
-        _keys[kind] = call.room.key
+    for x in (call.a, call.bias):
+        if x is not None and type(x) is not ScaledArray and type(x) is not PreparedOperand:
+            _keys[type(x)], _rooms[type(x)] = call.room.key, call.room
 
 
 def _failed(call: Request, backend: str, error: BaseException) -> None:
@@ -164,9 +169,7 @@ def _failed(call: Request, backend: str, error: BaseException) -> None:
 
 
 def _options(policy: Policy | str | os.PathLike[str] | None, backend: str | None, scope: str | None) -> Options:
-    if policy is None:
-        return Options(current_policy(), backend, scope)
-    return Options(policy if isinstance(policy, Policy) else load_policy(policy), backend, scope, True)
+    return Options(policy_of(policy), backend, scope, policy is not None)
 
 
 def forget() -> None:

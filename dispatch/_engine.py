@@ -16,6 +16,7 @@ from dispatch._errors import NoBackendError, NotLockedError
 from dispatch._measurement import BASELINE, FRAMEWORKS_OWN, Candidate, Measurement
 from dispatch._problem import Problem
 from dispatch.frameworks.backward import again
+from dispatch.frameworks.calls import Options
 from dispatch.frameworks.operands import array_of, forming, native, undressing
 from dispatch.frameworks.request import Request, describe, own_product
 from dispatch.frameworks.shapes import reshaping
@@ -31,16 +32,6 @@ from dispatch.remembering import Decisions, DecisionStore, keys_of
 
 Rejections = dict[Candidate, list[Rejection]]
 Field = tuple[list[Entrant], list[Candidate]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
-    """What a choice depends on beside the problem. named: the policy came with the call."""
-
-    policy: Policy
-    backend: str | None = None
-    scope: str | None = None
-    named: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,11 +92,11 @@ class Engine:
 
     def resolve(self, call: Request, options: Options) -> Resolved | None:
         """Return the decision and the plan for a call, or None where the framework itself has to raise."""
-        problem = describe(call)
+        problem = describe(call.room.chosen(call))
         while problem is not None:
             decision, keep = self.decision(call, problem, options)
             try:
-                return Resolved(decision, self._serving(call, decision, options), keep)
+                return Resolved(decision, call.room.whole(self._serving(call, decision, options), call), keep)
             except BaseException as error:  # a plugin's code may raise anything
                 self.condemn(decision.backend, error)
                 if is_out_of_memory(error):

@@ -52,7 +52,7 @@ class Framework(Protocol):
 
     # What an array is
 
-    def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
+    def key(self, a: Array, b: Array, extra: Hashable = None, bias: Array | None = None) -> Hashable | None:
         """Return what a plan for these operands depends on, and `extra`; None: only the native product will do."""
 
     def dtype_name(self, array: Array) -> str:
@@ -134,10 +134,13 @@ class Framework(Protocol):
     def chosen(self, call: Any) -> Any:
         """Return the part of a Request that is chosen, mostly all: what a derivative is needed of is none of it."""
 
+    def whole(self, plan: Plan, call: Any) -> Plan:
+        """Return the plan of a call from `plan`, that of the part that was chosen."""
+
     def deferred(self, call: Any, options: Any) -> Array | None:
         """Return a product that a trace holds until its shapes are known, or None: it is chosen for now.
 
-        So is what is chosen in part, the rest by the framework itself. call, options: a Request and its Options.
+        call, options: a Request and its Options.
         """
 
     # Measuring

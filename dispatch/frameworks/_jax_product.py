@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from dispatch.frameworks import _jax_sharding as spread
+from dispatch.frameworks.calls import Options
 from dispatch.frameworks.request import request
 from dispatch.measuring.watch import telling
 from dispatch.policies.policy import Policy
@@ -61,7 +62,6 @@ class Epilogue:
 def serve(choice: Choice, a: Array, b: Array, bias: Array | None, activation: str | None, out_dtype: Any) -> Array:
     """Return a product that is dispatched now: (*batch, m, k) by (*batch, k, n), as dispatch.matmul takes them."""
     from dispatch._api import _call
-    from dispatch._engine import Options
 
     call = request(a, b, bias, activation, out_dtype, choice.op)
     return _call(call, Options(choice.policy, choice.backend, choice.scope))

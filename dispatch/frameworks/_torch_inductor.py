@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dispatch import _api
 from dispatch._backend import Plan
-from dispatch._engine import Options
 from dispatch.frameworks import _torch_op
+from dispatch.frameworks.calls import Options
 from dispatch.frameworks.request import request
 from dispatch.policies.policy import _in_force, current_policy
 from dispatch.quantization import PreparedOperand

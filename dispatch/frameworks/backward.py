@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dispatch.frameworks.calls import Options
 from dispatch.frameworks.request import request
 from dispatch.policies.policy import Policy
 
@@ -14,7 +15,6 @@ def again(a: Any, b: Any, op: str, seen: dict[str, str | None], *, policy: Polic
     op: `dgrad` or `wgrad`, or `matmul` for a product made anew.
     """
     from dispatch import _api
-    from dispatch._engine import Options
 
     call, options = request(a, b, None, None, None, op), Options(policy, None, scope)
     out = _api._call(call, options)

@@ -46,11 +46,13 @@ class JaxRoom:
         """Return whether it is an array's or a tracer's type."""
         return issubclass(kind, jax.Array | Tracer)
 
-    def key(self, a: Array, b: Array, extra: Hashable = None) -> Hashable | None:
+    def key(self, a: Array, b: Array, extra: Hashable = None, bias: Array | None = None) -> Hashable | None:
         """Return avals, devices and `extra`, or None.
 
         None for an array spread over several devices, for shapes that are not known yet, and for what is no array.
         """
+        if bias is not None and (extra := self.key(bias, bias, extra)) is None:
+            return None
         try:
             where: Any = _stage(a) if isinstance(a, Tracer) else a.sharding
             there: Any = _stage(b) if isinstance(b, Tracer) else b.sharding
@@ -164,6 +166,10 @@ class JaxRoom:
     def chosen(self, call: Request) -> Request:
         """Return the whole call: what is traced is taken apart where it is lowered."""
         return call
+
+    def whole(self, plan: Plan, call: Request) -> Plan:
+        """Return `plan`."""
+        return plan
 
     def deferred(self, call: Request, options: Any) -> Array | None:
         """Return a product in the trace that is decided when that is lowered, or None.

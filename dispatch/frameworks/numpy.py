@@ -30,8 +30,14 @@ class NumpyRoom:
         """Return whether it is ndarray, a subclass, or a scalar's type, which is what two vectors give."""
         return issubclass(kind, np.ndarray | np.generic)
 
-    def key(self, a: NDArray[Any], b: NDArray[Any], extra: Hashable = None) -> Hashable | None:
+    def key(
+        self, a: NDArray[Any], b: NDArray[Any], extra: Hashable = None, bias: NDArray[Any] | None = None
+    ) -> Hashable | None:
         """Return dtypes, shapes, strides and `extra`; None for a subclass, whose own product is its own business."""
+        if bias is not None:
+            if type(bias) is not np.ndarray:
+                return None
+            extra = bias.dtype, bias.shape, bias.strides, extra
         if type(a) is type(b) is np.ndarray:
             return a.dtype, a.shape, a.strides, b.dtype, b.shape, b.strides, extra
         return None
@@ -156,6 +162,10 @@ class NumpyRoom:
     def chosen(self, call: Any) -> Any:
         """Return the whole call."""
         return call
+
+    def whole(self, plan: Plan, call: Any) -> Plan:
+        """Return `plan`."""
+        return plan
 
     def deferred(self, call: Any, options: Any) -> None:
         """Return None: nothing waits."""

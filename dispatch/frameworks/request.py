@@ -61,6 +61,8 @@ def request(a: Any, b: Any, bias: Any, activation: str | None, out_dtype: Any, o
     room = _room(a, b, bias)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is unknown; allowed: {', '.join(ACTIVATIONS)}")
+    if out_dtype is not None:
+        name_of(room, out_dtype)
     a, b = _facing("a", _with_values(room, a), -1), _facing("b", _with_values(room, b), -2)
     shapes = _shapes(array_of(a), array_of(b), fold=not isinstance(a, ScaledArray | PreparedOperand))
     if bias is not None and shapes is not None and not shapes.takes(tuple(bias.shape)):
@@ -223,6 +225,7 @@ def _operand(room: Framework, operand: Any, shape: tuple[int, ...]) -> Operand:
 def name_of(room: Framework, dtype: Any) -> str:
     """Return the name of an out_dtype, or raise TypeError."""
     try:
+        hash(dtype)  # NumPy makes a dtype of nearly anything
         return room.name_of_dtype(dtype)
-    except (TypeError, AttributeError):
+    except (TypeError, ValueError, AttributeError):
         raise TypeError(f"out_dtype {dtype!r} is no dtype of {room.name}") from None

@@ -55,7 +55,7 @@ class TorchRoom:
         """Return whether it is Tensor or a subclass."""
         return issubclass(kind, Tensor)
 
-    def key(self, a: Tensor, b: Tensor, extra: Hashable = None) -> Hashable | None:
+    def key(self, a: Tensor, b: Tensor, extra: Hashable = None, bias: Tensor | None = None) -> Hashable | None:
         """Return dtypes, shapes, strides, devices and the modes that matter, and `extra`.
 
         None, and so the native product, where something else interprets the call: functorch transforms, forward-mode
@@ -72,6 +72,12 @@ class TorchRoom:
             layouts = a.shape, a.is_contiguous() or a.stride(), b.shape, b.is_contiguous() or b.stride()
         except RuntimeError:  # a nested tensor has no shape
             return None
+        if bias is not None:
+            if type(bias) not in _PLAIN or bias.layout is not _strided or _batched(bias):
+                return None
+            stated = self.effective(bias) if _any_autocast() else bias.dtype
+            where = bias.is_contiguous() or bias.stride(), bias.device
+            extra = bias.dtype, bias.shape, *where, bias.requires_grad and _grad_enabled(), stated, extra
         grad = (a.requires_grad or b.requires_grad) and _grad_enabled()
         cast = (self.effective(a), self.effective(b)) if _any_autocast() else None
         return a.dtype, b.dtype, layouts, a.device, b.device, grad, cast, _deterministic(), extra
@@ -223,16 +229,21 @@ class TorchRoom:
         out = None if call.out_dtype is None else self.dtype(name_of(self, call.out_dtype))
         return replace(call, activation=None, out_dtype=own_product.before_activation(out))
 
-    def deferred(self, call: Request, options: Any) -> Tensor | None:
-        """Return the activation of a product that is chosen without it, or None where they are chosen as one."""
-        from dispatch._api import _call
+    def whole(self, plan: Plan, call: Request) -> Plan:
+        """Return `plan`, with the activation after it if it was chosen without."""
+        if self.chosen(call) is call:
+            return plan
+        activation = call.activation
+        out = None if call.out_dtype is None else self.dtype(name_of(self, call.out_dtype))
 
-        alone = self.chosen(call)
-        if alone is call or self.key(array_of(call.a), array_of(call.b)) is None:
-            return None
-        value: Tensor = _call(alone, options)
-        out = value.dtype if call.out_dtype is None else self.dtype(name_of(self, call.out_dtype))
-        return own_product.activate(value, call.activation).to(out)
+        def activated(*operands: Any) -> Tensor:
+            value = plan(*operands)
+            return own_product.activate(value, activation).to(out or value.dtype)
+
+        return activated
+
+    def deferred(self, call: Any, options: Any) -> None:
+        """Return None: nothing waits."""
 
     def measurable(self, a: Any) -> str | None:
         """Return a reason during graph capture, and for a tensor without values, a complex or a quantized one."""

@@ -19,7 +19,7 @@ Forms = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """From a call's operands to those that a plan takes: a prepared operand gives its form."""
 
 Again = Callable[[Array, Array, str, dict[str, str | None]], Array]
-"""A dispatched product for a backward pass, by its problem's op: `dgrad`, `wgrad`, or `matmul` for one made anew.
+"""A dispatched product for a backward pass, by its problem's op: `dgrad` or `wgrad`.
 
 It adds to the dict, by op, which plugin's backend serves it (None: the own product does), once that is known.
 """

@@ -168,22 +168,20 @@ def _array(operand: Any) -> Any:
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(a: Tensor | None, b: Tensor | None, bias: Tensor | None, rest: tuple[Any, ...]) -> Tensor:
-        given_a, given_b, plan, *_, multiplied = rest
-        out: Tensor = plan(given_a, given_b) if bias is None else plan(given_a, given_b, bias)
-        multiplied.append(True)
-        return out
+    """No setup_context: torch binds its arguments by their signature in each call, which takes longer than all else."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, bias, (given_a, given_b, _, again, dtypes, _) = inputs
+    def forward(ctx: Any, a: Tensor | None, b: Tensor | None, bias: Tensor | None, rest: tuple[Any, ...]) -> Tensor:
+        given_a, given_b, plan, again, dtypes, multiplied = rest
+        out: Tensor = plan(given_a, given_b) if bias is None else plan(given_a, given_b, bias)
+        multiplied.append(True)
         need_a, need_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(a if need_b else None, b if need_a else None)
         ctx.like = likes(ctx, a, b, bias)
         ctx.scaled = (None if a is not None else given_a, None if b is not None else given_b)
         ctx.again, ctx.dtypes = again, dtypes
         ctx.weight = given_b if isinstance(given_b, PreparedOperand) else None
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

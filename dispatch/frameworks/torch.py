@@ -31,7 +31,7 @@ from dispatch.frameworks._torch_graphs import apart, pooled
 from dispatch.frameworks._torch_streams import waiting
 from dispatch.frameworks.arch import Arch
 from dispatch.frameworks.operands import array_of, formed
-from dispatch.frameworks.request import Request, name_of
+from dispatch.frameworks.request import CALLERS, Request, name_of
 from dispatch.quantization import ScaledArray
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -238,7 +238,11 @@ class TorchRoom:
 
         def activated(*operands: Any) -> Tensor:
             value = plan(*operands)
-            return own_product.activate(value, activation).to(out or value.dtype)
+            try:
+                return own_product.activate(value, activation).to(out or value.dtype)
+            except BaseException as error:  # a hook for what is saved raised it
+                setattr(error, CALLERS, True)
+                raise
 
         return activated
 

@@ -350,7 +350,8 @@ def test_checkpointing(reentrant: bool, serving: Any) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_what_a_hook_for_saved_tensors_raises_is_the_callers(known: bool, winner: Any) -> None:
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_what_a_hook_for_saved_tensors_raises_is_the_callers(activation: str | None, known: bool, winner: Any) -> None:
     class OffloadError(Exception):
         pass
 
@@ -359,11 +360,11 @@ def test_what_a_hook_for_saved_tensors_raises_is_the_callers(known: bool, winner
 
     a, b = tensor((3, 4), 0), tensor((4, 5), 1)
     if known:
-        dispatch.matmul(a, b)
+        dispatch.matmul(a, b, activation=activation)
     with pytest.raises(OffloadError), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        dispatch.matmul(a, b)
+        dispatch.matmul(a, b, activation=activation)
     before = winner.calls
-    dispatch.matmul(a, b).sum().backward()
+    dispatch.matmul(a, b, activation=activation).sum().backward()
     assert winner.calls > before
 
 

@@ -96,7 +96,9 @@ class Engine:
         while problem is not None:
             decision, keep = self.decision(call, problem, options)
             try:
-                return Resolved(decision, call.room.whole(self._serving(call, decision, options), call), keep)
+                plan = call.room.whole(self._serving(call, decision, options), call)
+                lasting = self.guard.outlasts(problem, self._policy(problem, options))
+                return Resolved(decision, plan, keep and lasting)
             except BaseException as error:  # a plugin's code may raise anything
                 self.condemn(decision.backend, error)
                 if is_out_of_memory(error):

@@ -28,8 +28,9 @@ SUMS_HEAD = tl.constexpr(8)
 """Float32 values before the sums of the rows; the last one is an int32, the number of the launch."""
 SUMS_TILE = tl.constexpr(128)
 """What the rows of the guard's sums are rounded up to: the most rows of the output that one program has."""
-LEARNT = tl.constexpr(1044)
-"""Launches from which the guard learns what is usual: 72 looks, at one operand or at as many that take turns."""
+LEARNT = tl.constexpr(3335)
+"""Launches from which the guard learns what is usual: 230 looks, in which up to 128 operands that take turns are all
+seen, unless their number is a multiple of LOOK_CYCLE."""
 SPREAD = tl.constexpr(16.0)
 """How many times the least ratio seen the largest may be for the band to have a lower end: rows that few values rule
 come as near to 0 as chance has it."""
@@ -290,8 +291,8 @@ def count_on(sums, number):
 def squares_of(value, inverse, out):
     """Return the squares of values in units of their scales, and of their errors, both times 2**64.
 
-    Without that, squares of values that are lost entirely could be 0 like those of zeros, which are exact. They are not
-    finite for what is not; sums of 2**20 of them are.
+    Without that, squares of values that are lost entirely could be 0 like those of zeros, which are exact; those of
+    values below 2**-95 of the unit still are. They are not finite for what is not; sums of 2**20 of them are.
     """
     scaled = value * inverse
     rounded = scaled.to(out.dtype.element_ty).to(tl.float32)  # Inf saturates

@@ -42,14 +42,16 @@ class Trips:
                 pinned = torch.cuda.is_available()
                 page = torch.zeros(2 * PAGE * SPAN, dtype=torch.float32, device="cpu", pin_memory=pinned)
                 cls._free.extendleft(page[i : i + 2] for i in range(0, len(page), SPAN))
-            return cls._free.popleft()
+            trip = cls._free.popleft()
+        return trip.zero_()  # a launch that was under way may have written to it since it was given back
 
     @classmethod
     def give(cls, trip: Tensor) -> None:
-        """Take a trip back that no plan listens to any more."""
-        trip.zero_()
-        with cls._lock:
-            cls._free.append(trip)
+        """Take a trip back that no plan listens to any more.
+
+        Without the lock: the garbage collector may call it while this thread holds that.
+        """
+        cls._free.append(trip)
 
 
 class Guarded(NamedTuple):
@@ -63,7 +65,8 @@ class Guarded(NamedTuple):
 class Sums:
     """The guard's sums of one operand of a plan: one for each of its quantizer's layouts and each stream.
 
-    On one stream launches come one after another, as their counts suppose. Graphs share one, made beside the first.
+    On one stream launches come one after another, as their counts suppose. Graphs share one, made beside the first:
+    were two of them replayed at once, a sum could be of parts of both, and trip without cause.
     """
 
     def __init__(

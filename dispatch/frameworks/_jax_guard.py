@@ -125,7 +125,8 @@ def _ratios(side: Side, start: Array) -> Array:
         decoded *= scale if scale.shape[1] == 1 else jnp.repeat(scale, side.block[1], axis=1)[:, :k]
     largest = jnp.abs(values).max(1, keepdims=True)
     zero = (largest < jnp.finfo(values.dtype).tiny)[:, 0]  # below it a device may see zeros
-    unit = jnp.where(zero[:, None], 1, largest)  # squares of all that there is would overflow
+    # squares of all that there is would overflow; a compiler may multiply by a reciprocal, and take a tiny one for 0
+    unit = jnp.where(zero[:, None], 1, jnp.minimum(largest, jnp.finfo(values.dtype).max / 8))
     squares, errors = jnp.square(values / unit).sum(1), jnp.square((values - decoded) / unit).sum(1)
     wild = ~jnp.isfinite(squares) | ~jnp.isfinite(errors) | (zero & (errors >= jnp.finfo(values.dtype).tiny))
     ratio = errors / jnp.where(zero, 1, squares)

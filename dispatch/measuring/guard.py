@@ -65,6 +65,10 @@ class Guard:
         for watch in watches:
             watch.tripped()
 
+    def outlasts(self, problem: Problem, policy: Policy) -> bool:
+        """Return whether a plan that is made now may serve later calls: in a capture nothing is made to watch it."""
+        return not (policy.guard.mode == "async" and "captured" in problem.modes)
+
     def planned(
         self, make: Callable[[], tuple[Plan, Any]], decision: Decision, policy: Policy, scope: str | None
     ) -> tuple[Plan, Any, Watch | None]:

@@ -27,8 +27,9 @@ TURNS = 13
 """Where the host looks, one row of so many; the next one in the next call, so all within as many calls. Operands of one
 shape may take turns, as the layers of a model do: a prime sees all rows of each, unless their number is a
 multiple of it."""
-LEARNT = 256
-"""Calls from which it is learnt what is usual."""
+LEARNT = 1664
+"""Calls from which it is learnt what is usual: all rows of up to 128 operands that take turns, unless their number is a
+multiple of TURNS."""
 BAND = 4.0
 """How many times the largest ratio seen while learning, and the least one's reciprocal, is still usual."""
 SPREAD = 16.0

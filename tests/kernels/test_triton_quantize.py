@@ -164,6 +164,9 @@ def test_the_guard_looks_at_whatever_takes_turns() -> None:
         if operands % cycle:
             assert len({launch % operands for launch in looks if launch < cycle * operands}) == operands
     assert LEARNT.value % cycle == 0
+    learning = [launch for launch in range(LEARNT.value) if launch % cycle in (0, again)]
+    for operands in (x for x in range(1, 129) if x % cycle):
+        assert len({launch % operands for launch in learning}) == operands
 
 
 def test_columns_need_a_workspace_only_where_they_are_too_long_to_keep() -> None:

@@ -12,13 +12,21 @@ import pytest
 
 import dispatch
 from dispatch import FORMATS, RecipePair, use_policy
+from dispatch.measuring import watch as watch_module
 from dispatch.measuring.guard import ASYNC_PROBE_EVERY
-from dispatch.measuring.watch import BAND, LEARNT, NEVER, SAMPLE, Watch, watching
+from dispatch.measuring.watch import BAND, NEVER, SAMPLE, Watch, watching
 from dispatch.testing import FakeBackend, fake_timings, registered
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "soon_learnt")
 ASYNC = {"mode": "async"}
 M, N, K = 64, 96, 128
+LEARNT = 256
+
+
+@pytest.fixture
+def soon_learnt(monkeypatch):
+    """Let the guard learn from fewer calls."""
+    monkeypatch.setattr(watch_module, "LEARNT", LEARNT)
 
 
 class Reference(FakeBackend):
@@ -97,6 +105,23 @@ class TestTrips:
             assert dispatch.explain(*operands()).backend == "fp8"
         assert stats() == {"probed": 0, "tripped": 0, "refused": 0}
         assert backend.calls >= 2 * LEARNT
+
+    def test_a_plan_made_in_a_capture_serves_no_call_after_it(self, served, monkeypatch):
+        """Nothing may be made to watch it then, and what comes after is to be watched."""
+        backend, entry, clock, policy = served()
+        room = dispatch.framework("numpy")
+        a, b = operands()
+        with entry, clock:
+            for guard, kept in ((policy, False), (use_policy(recipes={"allow": ["e4m3:tensor"]}), True)):
+                with guard:
+                    dispatch.matmul(a, b)
+                    dispatch.forget()
+                    with monkeypatch.context() as capture:
+                        capture.setattr(type(room), "modes", lambda self, *arrays: ("captured",))
+                        made = [dispatch.matmul(a, b) is not None and backend.planned for _ in range(3)]
+                    assert (len(set(made)) == 1) == kept
+                    dispatch.matmul(a, b)
+                    assert (backend.planned == made[-1]) == kept
 
     def test_a_thousand_normal_calls_and_then_data_that_break_the_tolerance(self, served, caplog):
         backend, entry, clock, policy = served()

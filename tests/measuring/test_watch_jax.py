@@ -17,18 +17,26 @@ import pytest
 
 import dispatch
 from dispatch import use_policy
+from dispatch.measuring import watch as watch_module
 from dispatch.measuring.guard import ASYNC_PROBE_EVERY
-from dispatch.measuring.watch import LEARNT, SAMPLE, Watch
+from dispatch.measuring.watch import SAMPLE, Watch
 from dispatch.testing import FakeBackend, fake_timings, registered
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 from dispatch.frameworks import _jax_guard  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "soon_learnt")
 M, N, K = 64, 96, 128
+LEARNT = 256
 TENSOR, ROW = "e4m3:tensor", "e4m3:row"
 CALLBACK = {"traced": "callback"}
+
+
+@pytest.fixture
+def soon_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the guard learn from fewer calls."""
+    monkeypatch.setattr(watch_module, "LEARNT", LEARNT)
 
 
 class Quantizing(FakeBackend):
@@ -469,8 +477,8 @@ class TestSample:
         for value in (np.inf, np.nan):
             assert ratios((ones.at[:, 1].set(value), ones, -1))[0][0] == np.inf
             assert ratios((ones, ones.at[:, 1].set(value), -1))[0][0] == np.inf
-        for factor in (1e-30, 1e30):
-            ((most, least),) = ratios((ones * factor, ones * factor * 0.5, -1))
+        for factor in (1e-30, 1e30, 3e37, 1e38, 3.4e38):
+            ((most, least),) = ratios((ones * factor, ones * (factor * 0.5), -1))
             assert (most, least) == pytest.approx((0.25, 0.25), rel=1e-5)
 
     @pytest.mark.parametrize("axis", [-1, -2])

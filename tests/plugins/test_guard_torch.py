@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,22 @@ class TestSums:
             module.Trips.give(again)
         assert len(taken) > module.PAGE
         assert taken[-1] == address
+
+    def test_a_trip_comes_back_while_one_is_taken(self) -> None:
+        """A page of trips makes the garbage collector run, which may find a plan that was dropped."""
+        trip = module.Trips.take()
+        back = threading.Thread(target=module.Trips.give, args=(trip,), daemon=True)
+        with module.Trips._lock:
+            back.start()
+            back.join(10)
+        assert not back.is_alive()
+
+    def test_what_was_written_after_a_trip_came_back_is_not_found_in_it(self) -> None:
+        trips = [module.Trips.take() for _ in range(3)]
+        for trip in trips:
+            module.Trips.give(trip)
+            trip.fill_(1.0)
+        assert not any(module.Trips.take().any() for _ in range(len(module.Trips._free)))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
     @pytest.mark.parametrize("device", ["cpu", "meta"])

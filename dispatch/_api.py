@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from dispatch._backend import Plan
 from dispatch._decision import Decision, decide
 from dispatch._engine import Engine, Resolved
 from dispatch._measurement import FRAMEWORKS_OWN
-from dispatch.frameworks import Framework
-from dispatch.frameworks.calls import Options, call_key, policy_of
+from dispatch.frameworks.calls import KEYS, ROOMS, Options, call_key, policy_of, recognize
 from dispatch.frameworks.compiled import NOT_OURS, interpreted, traced
+from dispatch.frameworks.operands import array_of
 from dispatch.frameworks.request import Request, check_alive, describe, is_callers, own_product, refused, request
 from dispatch.policies.policy import Policy, _in_force
 from dispatch.quantization import PreparedOperand, ScaledArray
@@ -24,8 +24,6 @@ from dispatch.remembering import DecisionStore, KnownCalls
 _table = KnownCalls()
 _young = _table.young
 _served = _table.served
-_keys: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
-_rooms: dict[type, Framework] = {}
 _active = _in_force.get
 _engine: Engine | None = None
 
@@ -54,23 +52,17 @@ def matmul(
     MixedArraysError (a TypeError) for arrays of two frameworks or devices, and whatever the framework's own
     matmul raises.
     """
-    plan = None
-    if bias is activation is out_dtype is policy is backend is scope is None:
-        key_of = _keys.get(type(a))
-        if key_of is not None:
-            key = key_of(a, b, _active()) if type(b) is not PreparedOperand else key_of(a, b._array, (_active(),))
-            plan = _young.get(key)
+    plain = bias is activation is out_dtype is policy is backend is scope is None and type(b) is not ScaledArray
+    if plain and (key_of := KEYS.get(type(a))) is not None:
+        key = key_of(a, b, _active()) if type(b) is not PreparedOperand else key_of(a, b._array, (_active(),))
+        plan = _young.get(key)
     else:
         key, plan = _known(a, b, bias, activation, out_dtype, policy, backend, scope)
     if plan is not None:
         try:
             return plan(a, b) if bias is None else plan(a, b, bias)
         except BaseException as error:  # a plugin's code may raise anything
-            call = request(a, b, bias, activation, out_dtype)
-            if is_callers(call, plan, error):
-                raise
-            if (served := _served.get(key)) is not None:
-                _failed(call, served, error)
+            _blame(request(a, b, bias, activation, out_dtype), key, plan, error)
     return _call(request(a, b, bias, activation, out_dtype), _options(policy, backend, scope))
 
 
@@ -111,6 +103,8 @@ def _call(call: Request, options: Options) -> Any:
     if key is None:
         return interpreted(call, options.policy if options.named else None, options.backend, options.scope)
     plan = _young.get(key) or _table.find(key)
+    if plan is not None:
+        recognize(call)
     while True:
         backend = _served.get(key)
         if plan is None:
@@ -141,8 +135,8 @@ def _key(call: Request, options: Options) -> Hashable | None:
 
 def _known(a: Any, b: Any, bias: Any, *rest: Any) -> tuple[Hashable, Plan | None]:
     """Return the key of a call of matmul and its plan; no plan for what has to be looked at first."""
-    room = _rooms.get(type(a))
-    if room is None or not (bias is None or type(bias) in _rooms):
+    room = ROOMS.get(type(a)) or ROOMS.get(type(array_of(a)))
+    if room is None or not (bias is None or type(bias) in ROOMS):
         return None, None
     try:
         key = call_key(room, a, b, bias, *rest)
@@ -154,9 +148,15 @@ def _known(a: Any, b: Any, bias: Any, *rest: Any) -> tuple[Hashable, Plan | None
 def _remember(key: Hashable, call: Request, resolved: Resolved) -> None:
     backend = resolved.decision.backend
     _table.keep(key, resolved.plan, None if backend in FRAMEWORKS_OWN else backend)
-    for x in (call.a, call.bias):
-        if x is not None and type(x) is not ScaledArray and type(x) is not PreparedOperand:
-            _keys[type(x)], _rooms[type(x)] = call.room.key, call.room
+    recognize(call)
+
+
+def _blame(call: Request, key: Hashable, plan: Plan, error: BaseException) -> None:
+    """Raise what a known plan raised if it is the caller's own; else quarantine the backend that serves by it."""
+    if is_callers(call, plan, error):
+        raise error
+    if (served := _served.get(key)) is not None:
+        _failed(call, served, error)
 
 
 def _failed(call: Request, backend: str, error: BaseException) -> None:

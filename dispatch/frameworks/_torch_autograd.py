@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from dispatch.quantization.prepared import PreparedOperand
 Seen = dict[str, str | None]
 """By op, the plugin's backend that serves a product of the backward pass; None: the own product does."""
 
+_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 _Products = Callable[[Tensor, Any, str], Any]
 
 
@@ -49,11 +51,14 @@ def differentiable(plan: Plan, problem: Problem, again: Again, seen: Seen | None
 
 
 def until_native(plan: Plan, native: Plan, seen: Seen) -> Plan:
-    """Return `plan`, which is `native` but for its backward pass, until the own product is known to serve that too."""
+    """Return `plan`, which is `native` but for its backward pass, until the own product is known to serve that too.
+
+    Where a hook is told what is saved it stays `plan`: checkpointing compares what a recomputation saves.
+    """
 
     def product(a: Tensor, b: Tensor, *bias: Tensor) -> Any:
         try:
-            if seen and _own(seen, "dgrad", a) and _own(seen, "wgrad", b):
+            if seen and _hooked(True) is None and _own(seen, "dgrad", a) and _own(seen, "wgrad", b):
                 return native(a, b, *bias)
             return plan(a, b, *bias)
         except BaseException as error:
@@ -81,14 +86,10 @@ def gradients(
     Shapes are those of torch.matmul.
     weight: the prepared operand that b is of, if it is; what that is quantized to for a's gradient is kept like any
     form of it.
-
-    A float32 gradient of bfloat16 operands, whose gradients are bfloat16, is multiplied as bfloat16: it fits.
     """
     like_a, like_b, like_bias = like
-    fits = grad.dtype is torch.float32 and all(x is None or x.dtype is torch.bfloat16 for x in (a, b))
-    factor = grad.to(torch.bfloat16) if fits and (like_a or like_b) else grad
-    grad_a = None if like_a is None or b is None else _dgrad(factor, b, like_a, again, weight)
-    grad_b = None if like_b is None or a is None else _wgrad(a, factor, like_b, again)
+    grad_a = None if like_a is None or b is None else _dgrad(grad, b, like_a, again, weight)
+    grad_b = None if like_b is None or a is None else _wgrad(a, grad, like_b, again)
     return grad_a, grad_b, None if like_bias is None else _as_large(grad, *like_bias)
 
 
@@ -106,10 +107,10 @@ def _dgrad(
     if weight is not None and grad.dtype == b.dtype and not b.is_complex():
         cast = weight.array.dtype != b.dtype
         with torch.autocast(b.device.type, b.dtype) if cast else nullcontext():
-            out = again(grad.flatten(0, -2), weight.turned(), "dgrad")
+            out = again(_flat(grad), weight.turned(), "dgrad")
         return out.reshape(shape).to(dtype)
     if columns.dim() == 2 and grad.dim() > 2:  # many rows are one product
-        grad = grad.flatten(0, -2)
+        grad = _flat(grad)
         return _widest(grad, columns.mH, "dgrad", again).reshape(shape).to(dtype)
     out = _widest(grad, columns.mH, "dgrad", again)
     return _as_large(out, (1, *shape) if rows else shape, dtype).reshape(shape)
@@ -126,9 +127,14 @@ def _wgrad(a: Tensor, grad: Tensor, like: tuple[torch.Size, torch.dtype], again:
     rows, column = _matrix(a, 0), len(shape) == 1
     grad = _grad_matrix(grad, a.dim() == 1, column)
     if len(shape) < 3 and rows.dim() > 2:  # the tokens of every batch entry are k
-        rows, grad = rows.flatten(0, -2), grad.flatten(0, -2)
+        rows, grad = _flat(rows), _flat(grad)
     out = _widest(rows.mH, grad, "wgrad", again)
     return _as_large(out, (*shape, 1) if column else shape, dtype).reshape(shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return a stack of matrices as one; torch's older vmap knows no flatten."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _matrix(x: Tensor, side: int) -> Tensor:

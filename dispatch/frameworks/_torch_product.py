@@ -79,7 +79,7 @@ def product(
     linear layers do, and the activation is of what that rounds to.
     """
     if out is own and own.is_floating_point and (bias is None or effective(bias) is own):
-        return activate(_linear(a, b, bias, own), activation)
+        return activate(_linear(a, b, bias, own), activation).to(out)
     whole = not own.is_floating_point and not own.is_complex
     if whole and (out.is_floating_point or out.itemsize > own.itemsize):
         return epilogue(torch.matmul(a.to(out), b.to(out)), bias, activation, out)
@@ -95,7 +95,7 @@ def _linear(a: Tensor, b: Tensor, bias: Tensor | None, own: torch.dtype) -> Tens
     """Return a @ b + bias rounded to `own`, in one launch where torch has one."""
     if bias is None:
         return torch.matmul(a, b)
-    if a.dim() > 1 and b.dim() == 2 and bias.shape == b.shape[1:]:
+    if a.dim() > 1 and b.dim() == 2 and bias.shape == b.shape[1:] and not b.is_sparse:
         return functional.linear(a, b.mT, bias)
     value = torch.matmul(a, b)
     return value + bias.to(own).expand(value.shape)

@@ -102,6 +102,9 @@ def _op(a: Any, b: Any, bias: Tensor | None, activation: str | None, out_dtype: 
     """Return the op's product; autocast's casts stand before it, and it is told its dtype."""
     x, scale_a, form_a, prepared_a = _parts(a)
     y, scale_b, form_b, prepared_b = _parts(b)
+    dtype = _dtype(out_dtype)
+    if bias is not None and effective(bias) is x.dtype is y.dtype and dtype in (None, x.dtype):
+        bias = bias.to(x.dtype)  # as a linear layer's
     return OP(
         x,
         y,
@@ -113,7 +116,7 @@ def _op(a: Any, b: Any, bias: Tensor | None, activation: str | None, out_dtype: 
         prepared_a=prepared_a,
         prepared_b=prepared_b,
         activation=activation,
-        out_dtype=_dtype(out_dtype),  # None leaves it to the operands, and the call among the quickly found ones
+        out_dtype=dtype,  # None leaves it to the operands, and the call among the quickly found ones
         **rest,
     )
 

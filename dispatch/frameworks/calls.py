@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from dispatch.frameworks import Framework
 from dispatch.frameworks.operands import array_of
+from dispatch.frameworks.request import Request
 from dispatch.policies.policy import Policy, _in_force, current_policy, load_policy
 from dispatch.quantization import PreparedOperand, ScaledArray
 
@@ -25,6 +26,9 @@ class Options:
 
 Given = Policy | str | os.PathLike[str] | None
 """A policy as a caller gives it: by itself, by name or path, or the one in force."""
+KEYS: dict[type, Callable[[Any, Any, Hashable], Hashable | None]] = {}
+ROOMS: dict[type, Framework] = {}
+"""The room of each type of array that a known call had, and its method that makes keys."""
 _active = _in_force.get
 _DRESSED = (ScaledArray, PreparedOperand)
 
@@ -34,6 +38,12 @@ def policy_of(given: Given) -> Policy:
     if given is None:
         return current_policy()
     return given if isinstance(given, Policy) else load_policy(given)
+
+
+def recognize(call: Request) -> None:
+    """Let later calls with arrays of these types be looked up at once."""
+    for kind in {type(array_of(call.a)), type(call.bias)} - {type(None)}:
+        KEYS[kind], ROOMS[kind] = call.room.key, call.room
 
 
 def call_key(

@@ -78,8 +78,8 @@ class JaxRoom:
             raise TypeError(f"JAX has no dtype {name!r}") from None
 
     def name_of_dtype(self, dtype: Any) -> str:
-        """Return the name of a dtype, a scalar type or the name itself."""
-        return str(jnp.dtype(dtype).name)
+        """Return the name of a dtype, a scalar type or the name itself; of 64 bits only where they are enabled."""
+        return str(jax.dtypes.canonicalize_dtype(jnp.dtype(dtype)).name)
 
     def cast(self, array: Array, dtype: str) -> Array:
         """Return array.astype(dtype)."""

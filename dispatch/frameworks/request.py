@@ -89,6 +89,7 @@ def describe(call: Request) -> Problem | None:
     own = room.promote(first, second)
     if own is None:
         return None
+    out = own if call.out_dtype is None else name_of(room, call.out_dtype)
     reference = array_of(call.a)
     return Problem(
         m=call.shapes.a[-2],
@@ -96,11 +97,11 @@ def describe(call: Request) -> Problem | None:
         k=call.shapes.a[-1],
         a=a,
         b=b,
-        out_dtype=own if call.out_dtype is None else name_of(room, call.out_dtype),
+        out_dtype=out,
         framework=room.name,
         arch=str(room.arch(reference)),
         device=room.device(reference),
-        bias=None if call.bias is None else room.effective(call.bias),
+        bias=None if call.bias is None else _bias_dtype(room, call.bias, own, out),
         activation=call.activation,
         modes=room.modes(
             *(x.scale for x in (call.a, call.b) if isinstance(x, ScaledArray)), *map(array_of, call.operands)
@@ -198,6 +199,12 @@ def _shapes(a: Any, b: Any, fold: bool) -> Shapes | None:
         return Shapes.of(tuple(a.shape), tuple(b.shape), fold=fold)
     except RuntimeError:  # a nested tensor of torch has none
         return None
+
+
+def _bias_dtype(room: Framework, bias: Any, own: str, out: str) -> str:
+    """Return autocast's dtype where all of a linear layer is computed in it, else the bias's own."""
+    stated = room.effective(bias)
+    return stated if stated == own == out else room.dtype_name(bias)
 
 
 def _facing(side: str, operand: Any, axis: int) -> Any:

@@ -226,6 +226,8 @@ class TorchRoom:
         scales = (x.scale for x in (call.a, call.b) if isinstance(x, ScaledArray))
         if call.activation is None or "differentiated" not in self.modes(*map(array_of, call.operands), *scales):
             return call
+        if not (array_of(call.a).is_floating_point() or array_of(call.a).is_complex()):
+            return call  # whole numbers have no derivative
         out = None if call.out_dtype is None else self.dtype(name_of(self, call.out_dtype))
         return replace(call, activation=None, out_dtype=own_product.before_activation(out))
 

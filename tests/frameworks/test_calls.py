@@ -67,6 +67,34 @@ def test_a_known_call_is_not_looked_at_again(framework: str, given: str, only_kn
     np.testing.assert_array_equal(host(framework, found), host(framework, first))
 
 
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("form", ["prepared", "scaled"])
+def test_nor_is_one_of_an_operand_in_another_form(side: str, form: str, only_known: Any, serving: Any) -> None:
+    a, b = array("numpy", (4, 4), 1), array("numpy", (4, 4), 2)
+
+    def made(x: Any, axis: int) -> Any:
+        return dispatch.prepare(x) if form == "prepared" else dispatch.quantize(x, "e4m3:row", axis=axis)
+
+    given = (made(a, -1), b) if side == "a" else (a, made(b, -2))
+    with serving():
+        dispatch.matmul(a, b)
+        wanted = [dispatch.matmul(*given) for _ in range(2)][-1]
+        only_known()
+        np.testing.assert_array_equal(dispatch.matmul(*given), wanted)
+
+
+def test_nor_is_one_of_a_bias_of_another_class(only_known: Any, serving: Any) -> None:
+    torch = pytest.importorskip("torch")
+    a, b, bias = (array("torch", shape, 1) for shape in ((3, 4), (4, 5), (5,)))
+    dispatch.forget()
+    with serving(), torch.no_grad():
+        for _ in range(2):
+            dispatch.matmul(a, b, bias=bias)
+        wanted = dispatch.matmul(a, b, bias=torch.nn.Parameter(bias))
+        only_known()
+        assert torch.equal(dispatch.matmul(a, b, bias=torch.nn.Parameter(bias)), wanted)
+
+
 @pytest.mark.parametrize("kind", ["prepared", "scaled", "bias and activation trained"])
 def test_nor_is_one_of_a_weight_in_another_form_or_of_training(kind: str, only_known: Any, serving: Any) -> None:
     torch = pytest.importorskip("torch")
@@ -169,3 +197,12 @@ def test_a_backend_that_fails_in_a_known_call_with_a_bias_is_replaced(framework:
         found = dispatch.matmul(a, b, bias=bias, scope="s")
         assert "the kernel failed" in dispatch.stats()["quarantined"]["failing"]
     np.testing.assert_array_equal(host(framework, found), host(framework, wanted))
+
+
+def test_a_wide_out_dtype_that_jax_has_not_enabled_condemns_nobody(winner: Any) -> None:
+    pytest.importorskip("jax")
+    a, b = array("jax", (3, 4), 1), array("jax", (4, 5), 2)
+    for _ in range(2):
+        assert str(dispatch.matmul(a, b, out_dtype="float64").dtype) == "float32"
+    assert dispatch.explain(a, b, out_dtype="float64").problem.out_dtype == "float32"
+    assert dispatch.stats()["quarantined"] == {}

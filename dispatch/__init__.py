@@ -1,5 +1,10 @@
 """Matrix products by the fastest route that is accurate enough, and the reason why."""
 
+from importlib.util import find_spec
+
+if find_spec("dispatch.policies") is None:
+    raise ImportError(f"{__path__[0]} is the source folder alone: run Python elsewhere, or `pip install -e .` there")
+
 from dispatch._api import backends, clear_store, explain, forget, matmul, register, stats, stored, unregister
 from dispatch._backend import Backend, Capability, Plan, Rejection, closest
 from dispatch._decision import Decision, Verdict, decide

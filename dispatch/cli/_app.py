@@ -124,10 +124,12 @@ def backends(as_json: AsJson = False) -> None:
 
 
 @policies.command("check")
-def policy_check(file: Annotated[Path, typer.Argument(help="A policy file.")], as_json: AsJson = False) -> None:
+def policy_check(
+    file: Annotated[Path, typer.Argument(help="A policy file, or the name of a shipped one.")], as_json: AsJson = False
+) -> None:
     """Say whether a policy file is right, and what to look at again; exit with 1 if it is not right."""
     try:
-        policy = dispatch.load_policy(file)
+        policy = dispatch.load_policy(file if file.exists() else str(file))
     except (dispatch.PolicyError, OSError) as error:
         if as_json:
             emit({"file": str(file), "ok": False, "error": str(error)})

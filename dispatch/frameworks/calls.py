@@ -23,6 +23,11 @@ class Options:
     scope: str | None = None
     named: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for a scope that is no string."""
+        if not (self.scope is None or isinstance(self.scope, str)):
+            raise TypeError(f"scope is {self.scope!r}; it has to be a string, such as 'layers.3.mlp.up'")
+
 
 Given = Policy | str | os.PathLike[str] | None
 """A policy as a caller gives it: by itself, by name or path, or the one in force."""

@@ -190,6 +190,8 @@ def test_policy_check(tmp_path):
     good.write_text("gate.min_speedup = 2.0\n")
     bad.write_text("gate.min_speed = 2.0\n")
     assert "right" in run("policy", "check", str(good))[0]
+    assert "right" in run("policy", "check", "strict")[0]
+    assert "no policy is named" in "".join(run("policy", "check", "stricter", code=1))
     assert run_json("policy", "check", str(good)) == {
         "file": str(good),
         "ok": True,

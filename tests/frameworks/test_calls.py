@@ -206,3 +206,10 @@ def test_a_wide_out_dtype_that_jax_has_not_enabled_condemns_nobody(winner: Any) 
         assert str(dispatch.matmul(a, b, out_dtype="float64").dtype) == "float32"
     assert dispatch.explain(a, b, out_dtype="float64").problem.out_dtype == "float32"
     assert dispatch.stats()["quarantined"] == {}
+
+
+def test_a_scope_that_is_no_string_is_refused(framework: str) -> None:
+    a, b = array(framework, (3, 4), 1), array(framework, (4, 5), 2)
+    for call in (dispatch.matmul, dispatch.explain):
+        with pytest.raises(TypeError, match=r"scope is 3; it has to be a string"):
+            call(a, b, scope=3)

@@ -53,7 +53,7 @@ class Framework(Protocol):
     # What an array is
 
     def key(self, a: Array, b: Array, extra: Hashable = None, bias: Array | None = None) -> Hashable | None:
-        """Return what a plan for these operands depends on, and `extra`; None: only the native product will do."""
+        """Return what a plan for these operands and a bias depends on, and `extra`; None: only native products do."""
 
     def dtype_name(self, array: Array) -> str:
         """Return the ml_dtypes name of the array's dtype: `bfloat16`, `float8_e4m3fn`, `int8` ..."""

@@ -17,15 +17,13 @@ def again(a: Any, b: Any, op: str, seen: dict[str, str | None], *, policy: Polic
     from dispatch import _api
 
     key, plan = _api._known(a, b, None, None, None, policy, None, scope, op)
-    call, options = None, Options(policy, None, scope)
     if plan is not None:
         seen[op] = _api._served.get(key)
         try:
             return plan(a, b)
         except BaseException as error:  # a plugin's code may raise anything
-            call = request(a, b, None, None, None, op)
-            _api._blame(call, key, plan, error)
-    call = call or request(a, b, None, None, None, op)
+            _api._blame(request(a, b, None, None, None, op), key, plan, error)
+    call, options = request(a, b, None, None, None, op), Options(policy, None, scope)
     out = _api._call(call, options)
     key = _api._key(call, options)
     if key in _api._young:

@@ -45,6 +45,25 @@ class Winner(FakeBackend):
         return product
 
 
+class Failing(FakeBackend):
+    """Serves by the framework's own product, and raises what `errors` has for a problem's op."""
+
+    def __init__(self) -> None:
+        super().__init__("failing")
+        self.errors: dict[str, BaseException] = {}
+
+    def plan(self, problem: Problem, config: str | None = None) -> Plan:
+        """Return the own product, or what raises in its place."""
+        own = dispatch.native(problem)
+
+        def product(*operands: Any) -> Any:
+            if problem.op in self.errors:
+                raise self.errors[problem.op]
+            return own(*operands)
+
+        return product
+
+
 @contextmanager
 def winning() -> Iterator[Winner]:
     """Let a fake backend win every choice by fake clocks."""
@@ -72,6 +91,14 @@ def serving(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManag
 def winner() -> Iterator[Winner]:
     """A backend that wins every choice."""
     with winning() as backend:
+        yield backend
+
+
+@pytest.fixture
+def failing() -> Iterator[Failing]:
+    """A backend that wins every choice until it is told to fail."""
+    backend = Failing()
+    with registered(backend), fake_timings({"failing": 1.0, "baseline": 100.0}):
         yield backend
 
 

@@ -1,4 +1,4 @@
-"""Where the environment says TOX_DISCARD, each tox environment is taken away once it has passed: all take 8 GB."""
+"""Where the environment says TOX_DISCARD, each tox environment is taken away once it has passed."""
 
 from __future__ import annotations
 

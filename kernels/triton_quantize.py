@@ -69,7 +69,7 @@ def quantize_row_tile(
     source = x + row[:, None] * stride + col[None, :]
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     amax = tl.max(magnitude(value), 1)
-    look = looks(number)
+    look = looks(number, tile, tl.cdiv(out_rows, block_rows))
     row_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None], out)
     written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
@@ -79,7 +79,7 @@ def quantize_row_tile(
         if look:
             piece: tl.constexpr = max(1, block_cols // 4)
             square, error = errors_of(
-                x, out, scale, inverse, row, rows, stride, 0, cols, 1, cols, block_rows, 1, piece, 2
+                x, out, scale, inverse, row, rows, stride, 0, cols, 1, cols, block_rows, 1, piece, 2, False
             )
             judge(sums, trip, number, square, error)
         if tile == tl.cdiv(out_rows, block_rows) - 1:
@@ -138,7 +138,7 @@ def quantize_long_rows_kernel(
         value = tl.load(source + start + offsets, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         largest = tl.maximum(largest, magnitude(value))
     amax = tl.max(largest, 0, keep_dims=True)
-    look = looks(number)
+    look = looks(number, tile, out_rows)
     row_scale, inverse = scales_of(amax, out, scale)
     for start in range(0, out_cols, block_cols):
         inside = (start + offsets < cols) & (row < rows)
@@ -150,7 +150,9 @@ def quantize_long_rows_kernel(
     if sums is not None:
         if look:
             piece: tl.constexpr = block_cols // 4
-            square, error = errors_of(x, out, scale, inverse, row + one, rows, stride, 0, cols, 1, cols, 1, 1, piece, 4)
+            square, error = errors_of(
+                x, out, scale, inverse, row + one, rows, stride, 0, cols, 1, cols, 1, 1, piece, 4, False
+            )
             judge(sums, trip, number, square, error)
         if tile == out_rows - 1:
             count_on(sums, number)
@@ -212,8 +214,12 @@ def scale_tensor_kernel(
     number = number_of(sums)
     amax = tl.max(tl.load(partial + tl.arange(0, partials)), 0, keep_dims=True)
     whole_scale, inverse = scales_of(amax, out, scale)
-    look = looks(number)
     tile = programs - 1 - program
+    lines: tl.constexpr = block_cols if transposed else block_rows
+    across, part = tile % col_tiles, tile // col_tiles
+    if not transposed:
+        across, part = part, across
+    look = looks(number, across, tl.cdiv(out_rows, lines))
     row = (tile // col_tiles).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = (tile % col_tiles).to(tl.int64) * block_cols + tl.arange(0, block_cols)
     if program == 0:
@@ -229,11 +235,7 @@ def scale_tensor_kernel(
         written = (row < out_rows)[:, None] & (col < out_cols)[None, :]
         tl.store(out + row[:, None] * out_cols + col[None, :], encoded, mask=written)
     if sums is not None:
-        lines: tl.constexpr = block_cols if transposed else block_rows
         span: tl.constexpr = block_rows if transposed else block_cols
-        across, part = tile % col_tiles, tile // col_tiles
-        if not transposed:
-            across, part = part, across
         if part == 0:
             judge_sums(sums, trip, number, across, out_rows, lines)
         if look:
@@ -241,11 +243,11 @@ def scale_tensor_kernel(
             piece: tl.constexpr = span // 16
             if transposed:
                 square, error = errors_of(
-                    x, out, scale, inverse, col, cols, 1, first, first + span, stride, rows, lines, 1, piece, 1
+                    x, out, scale, inverse, col, cols, 1, first, first + span, stride, rows, lines, 1, piece, 1, True
                 )
             else:
                 square, error = errors_of(
-                    x, out, scale, inverse, row, rows, stride, first, first + span, 1, cols, lines, 1, piece, 4
+                    x, out, scale, inverse, row, rows, stride, first, first + span, 1, cols, lines, 1, piece, 4, True
                 )
             add_to(sums, across, square, error, out_rows, lines)
         if tile == 0:

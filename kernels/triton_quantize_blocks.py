@@ -87,6 +87,7 @@ def look_at_blocks(
                 height,
                 piece,
                 width // piece,
+                height > 1,
             )
             square += more_square
             error += more_error
@@ -130,7 +131,7 @@ def quantize_blocks_kernel(
     col = (block_col[:, None] * width + tl.arange(0, width)[None, :])[None, None, :, :]
     value = tl.load(x + row * stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     amax = tl.max(tl.max(magnitude(value), 3), 1)  # (down, across)
-    look = looks(number)
+    look = looks(number, program // col_tiles, tl.cdiv(out_rows, down * height))
     block_scale, inverse = scales_of(amax, out, scale)
     encoded = encode(value, inverse[:, None, :, None], out)
     tl.store(out + row * out_cols + col, encoded, mask=(row < out_rows) & (col < out_cols))
@@ -198,7 +199,7 @@ def transpose_blocks_kernel(
     first, second, third, fourth = load_four(x, quad, col, rows, cols, stride)
     largest = four_magnitudes(first, second, third, fourth).reshape(down, quarter, across, width)
     amax = tl.max(tl.max(largest, 3), 1)  # (down, across)
-    look = looks(number)
+    look = looks(number, tile_col, col_tiles)
     block_scale, inverse = scales_of(amax, out, scale)
     inverse = tl.broadcast_to(inverse[:, None, :, None], (down, quarter, across, width))
     inverse = inverse.reshape(down * quarter, across * width)

@@ -69,7 +69,7 @@ def quantize_column_tile(
     col = tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
     first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     amax = tl.max(four_magnitudes(first, second, third, fourth), 0)
-    look = looks(number)
+    look = looks(number, tile, tl.cdiv(out_rows, block_cols))
     col_scale, inverse = scales_of(amax, out, scale)
     store_scale(scale + col, col_scale, col < out_rows)
     word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, whole))
@@ -78,7 +78,7 @@ def quantize_column_tile(
         if look:
             piece: tl.constexpr = block_rows // 16
             square, error = errors_of(
-                x, out, scale, inverse, col, cols, 1, 0, rows, stride, rows, block_cols, 1, piece, 4
+                x, out, scale, inverse, col, cols, 1, 0, rows, stride, rows, block_cols, 1, piece, 4, False
             )
             judge(sums, trip, number, square, error)
         if tile == tl.cdiv(out_rows, block_cols) - 1:
@@ -123,7 +123,7 @@ def column_amax_kernel(
     block_cols: tl.constexpr,
     dependent: tl.constexpr = False,
 ):
-    """Store the finite amax of each column over one split of the rows in partial[split, column]."""
+    """Store the finite amax of each column over one split of the rows in partial[column, split]."""
     wait_for_predecessor(dependent)
     rows, cols = rows - SHIFT, cols - SHIFT
     col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)
@@ -134,15 +134,18 @@ def column_amax_kernel(
         inside = (row < rows)[:, None] & (col < cols)[None, :]
         source = x + row.to(tl.int64)[:, None] * stride + col[None, :]
         largest = tl.maximum(largest, magnitude(tl.load(source, mask=inside, other=0.0).to(tl.float32)))
-    tl.store(partial + tl.program_id(1).to(tl.int64) * cols + col, tl.max(largest, 0), mask=col < cols)
+    tl.store(partial + col * tl.num_programs(1) + tl.program_id(1), tl.max(largest, 0), mask=col < cols)
 
 
 @triton.jit
 def column_scales(partial, out, scale, col, cols, splits: tl.constexpr):
-    """Return the scales of columns, given their partial maxima, and the reciprocals."""
-    split = tl.arange(0, splits).to(tl.int64)
-    maxima = tl.load(partial + split[:, None] * cols + col[None, :], mask=(col < cols)[None, :], other=0.0)
-    return scales_of(tl.max(maxima, 0), out, scale)
+    """Return the scales of columns, given their partial maxima, and the reciprocals.
+
+    The maxima of a column lie side by side, so that the threads of one warp have them all and no other is waited for.
+    """
+    split = tl.arange(0, splits)
+    maxima = tl.load(partial + col[:, None] * splits + split[None, :], mask=(col < cols)[:, None], other=0.0)
+    return scales_of(tl.max(maxima, 1), out, scale)
 
 
 @triton.jit
@@ -180,12 +183,13 @@ def scale_columns_kernel(
     else:
         row = row_tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
     col = col_tile.to(tl.int64) * block_cols + tl.arange(0, block_cols)
+    if inside:
+        first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
     col_scale, inverse = column_scales(partial, out, scale, col, cols, splits)
-    look = looks(number)
+    look = looks(number, col_tile, tl.cdiv(out_rows, block_cols))
     if row_tile == 0:
         store_scale(scale + col, col_scale, col < out_rows)
     if inside:
-        first, second, third, fourth = load_four(x, quad, col[None, :], rows, cols, stride)
         word = tl.trans(encode_four(first, second, third, fourth, inverse[None, :], out, True))
         store_four(out, word, col[:, None], tl.trans(quad), out_rows, out_cols, True)
     else:
@@ -216,6 +220,7 @@ def scale_columns_kernel(
                 1,
                 piece,
                 8,
+                False,
             )
             add_to(sums, col_tile, square, error, out_rows, block_cols)
         if program == tl.num_programs(0) - 1:
@@ -241,10 +246,11 @@ def columns_launches(
     out_shape: tuple[int, int],
     *,
     aligned: bool = True,
+    wide: bool = False,
 ) -> tuple[Launch, ...]:
     """Return the launches of `quantize_columns`.
 
-    aligned: the address of x is a multiple of 16.
+    aligned: the address of x is a multiple of 16. wide: x is float32.
 
     Either one, with the pointers x, out, scale, sums, trip; or two, with x, partial and x, partial, out, scale, sums,
     trip.
@@ -280,6 +286,7 @@ def columns_launches(
             "block_rows": 128,
             "block_cols": 64,
             "num_warps": 4 if inside else 8,
+            "maxnreg": 80 if inside and not wide else None,  # 6 programs a multiprocessor, not 4 or 5
         },
     )
     return amax, cast
@@ -295,7 +302,9 @@ def quantize_columns(
     `triton_quantize_common.judge` says, for the guard.
     """
     shape, out_shape = (x.shape[0], x.shape[1]), (out.shape[0], out.shape[1])
-    first, *rest = columns_launches(shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0)
+    first, *rest = columns_launches(
+        shape, x.stride(0), out_shape, aligned=x.data_ptr() % 16 == 0, wide=x.element_size() == 4
+    )
     if not rest:
         first.run(x, out, scale, sums, trip)
         return

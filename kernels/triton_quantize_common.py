@@ -20,17 +20,18 @@ SHIFT = tl.constexpr(16)
 E4M3_MAX, E4M3_RECIPROCAL = tl.constexpr(448.0), tl.constexpr(1 / 448)
 E5M2_MAX, E5M2_RECIPROCAL = tl.constexpr(57344.0), tl.constexpr(1 / 57344)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-LOOK_CYCLE, LOOK_AGAIN = tl.constexpr(29), tl.constexpr(14)
-"""The guard looks at every row of an operand in the launches 0 and LOOK_AGAIN of so many: at most 15 apart, and judged
-in the next one at the latest. Operands of one shape may take turns, as the layers of a model do: a prime sees them all,
-unless their number is a multiple of it."""
+LOOK_SLICES = tl.constexpr(14)
+"""Into how many slices of neighbouring tiles the guard divides the rows of an operand: it looks at one in a launch."""
+LOOK_CYCLE = tl.constexpr(29)
+"""Launches in which it looks at every slice twice, and once at none: each row at most 15 launches apart, judged in the
+next one at the latest. Operands of one shape may take turns, as the layers of a model do: a prime sees all slices of
+them all, unless their number is a multiple of it."""
 SUMS_HEAD = tl.constexpr(8)
 """Float32 values before the sums of the rows; the last one is an int32, the number of the launch."""
 SUMS_TILE = tl.constexpr(128)
 """What the rows of the guard's sums are rounded up to: the most rows of the output that one program has."""
-LEARNT = tl.constexpr(3335)
-"""Launches from which the guard learns what is usual: 230 looks, in which up to 128 operands that take turns are all
-seen, unless their number is a multiple of LOOK_CYCLE."""
+LEARNT = tl.constexpr(29 * 128)
+"""Launches from which the guard learns what is usual: 256 looks at each row of an operand, two where 128 take turns."""
 SPREAD = tl.constexpr(16.0)
 """How many times the least ratio seen the largest may be for the band to have a lower end: rows that few values rule
 come as near to 0 as chance has it."""
@@ -165,8 +166,29 @@ def _word(first, second, third, fourth):
 
 
 @triton.jit
-def _saturated(x, inverse, out):
-    return (x * inverse).to(out.dtype.element_ty).to(tl.uint8, bitcast=True)
+def _saturated(first, second, third, fourth, out):
+    """Return four tiles of float32 in the dtype that `out` points to, as one of words; Inf saturates, NaN stays.
+
+    The conversion makes two neighbours of what it is given. Left to the compiler these are of one tile, and must be
+    taken apart for the words: three instructions more for each value.
+    """
+    if INTERPRETED:
+        fmt: tl.constexpr = out.dtype.element_ty
+        word = _word(
+            first.to(fmt).to(tl.uint8, bitcast=True),
+            second.to(fmt).to(tl.uint8, bitcast=True),
+            third.to(fmt).to(tl.uint8, bitcast=True),
+            fourth.to(fmt).to(tl.uint8, bitcast=True),
+        )
+    else:
+        pair: tl.constexpr = "e5m2x2" if out.dtype.element_ty == tl.float8e5 else "e4m3x2"
+        convert: tl.constexpr = "cvt.rn.satfinite." + pair + ".f32 "
+        low: tl.constexpr = convert + "low, $2, $1; "
+        high: tl.constexpr = convert + "high, $4, $3; "
+        asm: tl.constexpr = "{.reg .b16 low, high; " + low + high + "mov.b32 $0, {low, high};}"
+        given = [first, second, third, fourth]
+        word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", given, dtype=tl.uint32, is_pure=True, pack=1)
+    return word
 
 
 @triton.jit
@@ -184,12 +206,7 @@ def encode_four(first, second, third, fourth, inverse, out, whole: tl.constexpr)
             encode(fourth, inverse, out).to(tl.uint8, bitcast=True),
         )
     elif out.dtype.element_ty == tl.float8e5:
-        word = _word(
-            _saturated(first, inverse, out),
-            _saturated(second, inverse, out),
-            _saturated(third, inverse, out),
-            _saturated(fourth, inverse, out),
-        )
+        word = _saturated(first * inverse, second * inverse, third * inverse, fourth * inverse, out)
         infinity = float("inf")  # its code follows that of the largest number, which Inf became
         word += _word(
             tl.abs(first) == infinity,
@@ -198,11 +215,12 @@ def encode_four(first, second, third, fourth, inverse, out, whole: tl.constexpr)
             tl.abs(fourth) == infinity,
         )
     else:
-        word = _word(
-            _saturated(finite_or_nan(first), inverse, out),
-            _saturated(finite_or_nan(second), inverse, out),
-            _saturated(finite_or_nan(third), inverse, out),
-            _saturated(finite_or_nan(fourth), inverse, out),
+        word = _saturated(
+            finite_or_nan(first) * inverse,
+            finite_or_nan(second) * inverse,
+            finite_or_nan(third) * inverse,
+            finite_or_nan(fourth) * inverse,
+            out,
         )
     return word
 
@@ -252,20 +270,24 @@ def number_of(sums):
 
 
 @triton.jit
-def looks(number, turn: tl.constexpr = 0):
-    """Return whether this launch is one of those in which the guard looks at the rows. False without a number.
+def looks(number, tile, tiles, turn: tl.constexpr = 0):
+    """Return whether this launch is one of those in which the guard looks at a tile of rows. False without a number.
 
-    turn: 1 for the launch after such a one. The answer is the same in all threads, whatever each has read. To be called
-    where they have just met, and before the last stores: a program that ends later for it ends the launch later.
+    tile, tiles: which it is, and how many there are. turn: 1 for the launch after such a one. The answer is the same in
+    all threads of a program, whatever each has read. To be called where they have just met, and before the last
+    stores: a program that ends later for it ends the launch later.
 
-    Such a launch takes the time that looking takes. Tried on an H200 and dearer, at 4096^3: to look at one tile
-    in 16 in each launch, by itself or by programs that quantize nothing; to count by every program, be it one count for
-    all or one of each.
+    A slice is of neighbours, so that the programs that look are the last ones of their launch in one launch of 14.
+    Tried on an H200, at 4096^3: to look at all rows in two launches of 29, which costs the same, all of it in those
+    two. And dearer: to look at one tile in 16 in each launch, by itself or by programs that quantize nothing; to count
+    by every program, be it one count for all or one of each.
     """
     look = False
     if number is not None:
-        place = number % LOOK_CYCLE
-        wanted = (place == turn) | (place == LOOK_AGAIN + turn)
+        place = (number + (LOOK_CYCLE - turn)) % LOOK_CYCLE
+        place = tl.where(place > LOOK_SLICES, place - (LOOK_SLICES + 1), place)  # LOOK_SLICES itself is behind all
+        each = tl.cdiv(tiles, LOOK_SLICES)
+        wanted = (tile >= place * each) & (tile < place * each + each)
         if INTERPRETED:
             look = wanted
         else:
@@ -288,17 +310,20 @@ def count_on(sums, number):
 
 
 @triton.jit
-def squares_of(value, inverse, out):
-    """Return the squares of values in units of their scales, and of their errors, both times 2**64.
+def squares_of(value, inverse, out, shared: tl.constexpr):
+    """Return the squares of values in units of their scales, and of their errors.
 
-    Without that, squares of values that are lost entirely could be 0 like those of zeros, which are exact; those of
-    values below 2**-95 of the unit still are. They are not finite for what is not; sums of 2**20 of them are.
+    shared: whether rows share scales; both are times 2**64 then. Without that, squares of a row that is lost entirely
+    could be 0 like those of zeros, which are exact; those of values below 2**-95 of the unit still are. They are not
+    finite for what is not; sums of 2**20 of them are. Beside the largest value of its own row no such value counts.
     """
     scaled = value * inverse
     rounded = scaled.to(out.dtype.element_ty).to(tl.float32)  # Inf saturates
-    large = scaled * 4294967296.0
-    error = large - rounded * 4294967296.0
-    return large * large, error * error
+    if shared:
+        scaled *= 4294967296.0
+        rounded *= 4294967296.0
+    error = scaled - rounded
+    return scaled * scaled, error * error
 
 
 @triton.jit
@@ -329,6 +354,7 @@ def errors_of(
     height: tl.constexpr,
     piece: tl.constexpr,
     count: tl.constexpr,
+    shared: tl.constexpr,
 ):
     """Return the sums of squares and of errors of a tile of lines of x, from the value `first` to `last` of each.
 
@@ -336,7 +362,7 @@ def errors_of(
     tile or for each line; or None: of what is summed, `height` lines together. Lines are rows of the output. They are
     read again, from L1, `piece` values at a time: to keep them takes registers, and every program of the launch then
     has as many. count: pieces that are asked for at once; without inverse only those of the maxima. last - first: of
-    whole count * piece, or all there is.
+    whole count * piece, or all there is. shared: as in `squares_of`.
     """
     source, there = x + line[:, None] * line_stride, (line < lines)[:, None]
     last = tl.minimum(last, length)
@@ -358,7 +384,7 @@ def errors_of(
     for start in range(first, last, at_once * piece):
         for i in tl.static_range(at_once):
             value = _piece(source, there, start + i * piece, length, stride, piece)
-            more_square, more_error = squares_of(value, by[:, None], out)
+            more_square, more_error = squares_of(value, by[:, None], out, shared)
             square += more_square
             error += more_error
     return sums_of(square, error, 1)
@@ -385,8 +411,8 @@ def add_to(sums, tile, square, error, out_rows, tile_rows: tl.constexpr):
 
 @triton.jit
 def judge_sums(sums, trip, number, tile, out_rows, tile_rows: tl.constexpr):
-    """Judge the sums of a tile's rows that the launch before made, if it looked, and make them zeros again."""
-    if looks(number, 1):
+    """Judge the sums of a tile's rows that the launch before made, if it looked at them, and make them zeros again."""
+    if looks(number, tile, tl.cdiv(out_rows, tile_rows), 1):
         rows = tl.cdiv(out_rows, SUMS_TILE) * SUMS_TILE
         own = sums + SUMS_HEAD + tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
         square, error = tl.load(own), tl.load(own + rows)

@@ -176,7 +176,8 @@ BESIDE = {"dependent": True, "launch_pdl": True}
 def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step], int]:
     """Return the launches that quantize an operand, and the float32 values of workspace they need.
 
-    dependent: each that does not transpose is launched beside the kernel before it (sm90 and later).
+    dependent: each that has one scale a row, or does not transpose, is launched beside the kernel before it (sm90 and
+    later).
     """
     from dispatch.kernels import triton_quantize, triton_quantize_blocks, triton_quantize_columns
 
@@ -189,7 +190,7 @@ def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step],
         launches = triton_quantize.tensor_launches(shape, stride, out, transposed=transposed)
         floats = triton_quantize.TENSOR_PARTIALS
     elif kind == "row" and transposed:
-        launches = triton_quantize_columns.columns_launches(shape, stride, out)
+        launches = triton_quantize_columns.columns_launches(shape, stride, out, wide=operand.dtype == "float32")
         floats = triton_quantize_columns.columns_workspace(shape, out)
     elif kind == "row":
         launches = [triton_quantize.rows_launch(shape, stride, out)]
@@ -199,7 +200,7 @@ def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step],
     partial = stand_in(slots.partial, "float32", (max(floats, 1),))
     given = [(x, *written_to)] if len(launches) == 1 else [(x, partial), (x, partial, *written_to)]
     written = [(slots.data, slots.scale)] if len(launches) == 1 else [(slots.partial,), (slots.data, slots.scale)]
-    beside = BESIDE if dependent and not transposed else {}  # what transposes was slower so on an H200
+    beside = BESIDE if dependent and (kind == "row" or not transposed) else {}  # the others were slower so on an H200
     steps_made = [
         Step(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options | beside, writes)
         for launch, pointers, writes in zip(launches, given, written, strict=True)

@@ -155,18 +155,18 @@ def _converts_in_hardware(kernel: Any, capability: int) -> None:
 
 
 def test_the_guard_looks_at_whatever_takes_turns() -> None:
-    from dispatch.kernels.triton_quantize_common import LEARNT, LOOK_AGAIN, LOOK_CYCLE
+    from dispatch.kernels.triton_quantize_common import LEARNT, LOOK_CYCLE, LOOK_SLICES
 
-    cycle, again = LOOK_CYCLE.value, LOOK_AGAIN.value
-    looks = [launch for launch in range(cycle * 100) if launch % cycle in (0, again)]
-    assert max(later - sooner for sooner, later in itertools.pairwise(looks)) <= 15  # and judged in the next
-    for operands in range(1, 100):
-        if operands % cycle:
-            assert len({launch % operands for launch in looks if launch < cycle * operands}) == operands
-    assert LEARNT.value % cycle == 0
-    learning = [launch for launch in range(LEARNT.value) if launch % cycle in (0, again)]
+    cycle, learnt = len(cases.SLICES), LEARNT.value
+    assert (LOOK_CYCLE.value, LOOK_SLICES.value) == (cycle, max(filter(None, cases.SLICES)) + 1)
+    order = [cases.SLICES[launch % cycle] for launch in range(learnt)]
+    for place in range(LOOK_SLICES.value):
+        looks = [launch for launch, found in enumerate(order) if found == place]
+        assert looks[0] < 15
+        assert max(later - sooner for sooner, later in itertools.pairwise(looks)) <= 15  # and judged in the next
     for operands in (x for x in range(1, 129) if x % cycle):
-        assert len({launch % operands for launch in learning}) == operands
+        looks = {(launch % operands, place) for launch, place in enumerate(order) if place is not None}
+        assert len(looks) == operands * LOOK_SLICES.value
 
 
 def test_columns_need_a_workspace_only_where_they_are_too_long_to_keep() -> None:

@@ -176,8 +176,8 @@ BESIDE = {"dependent": True, "launch_pdl": True}
 def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step], int]:
     """Return the launches that quantize an operand, and the float32 values of workspace they need.
 
-    dependent: each that has one scale a row, or does not transpose, is launched beside the kernel before it (sm90 and
-    later).
+    dependent: each that does not transpose, and both that transpose long rows, are launched beside the kernel before
+    them (sm90 and later).
     """
     from dispatch.kernels import triton_quantize, triton_quantize_blocks, triton_quantize_columns
 
@@ -200,7 +200,8 @@ def quantizing(operand: Source, *, dependent: bool = False) -> tuple[list[Step],
     partial = stand_in(slots.partial, "float32", (max(floats, 1),))
     given = [(x, *written_to)] if len(launches) == 1 else [(x, partial), (x, partial, *written_to)]
     written = [(slots.data, slots.scale)] if len(launches) == 1 else [(slots.partial,), (slots.data, slots.scale)]
-    beside = BESIDE if dependent and (kind == "row" or not transposed) else {}  # the others were slower so on an H200
+    long = kind == "row" and len(launches) == 2
+    beside = BESIDE if dependent and (long or not transposed) else {}  # what else transposes was slower so on an H200
     steps_made = [
         Step(launch.kernel, launch.grid, [*pointers, *launch.sizes], launch.options | beside, writes)
         for launch, pointers, writes in zip(launches, given, written, strict=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,32 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(
         rf"^```{language}\n(.*?)^```", (REPO / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_layer_of_the_torch_page() -> None:
+    torch = pytest.importorskip("torch")
+    (program,) = blocks("docs/torch.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs/torch.md", "exec"), names)
+    plain = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.GELU(), torch.nn.Linear(20, 8, bias=False))
+    model = names["convert"](copy.deepcopy(plain))
+    x = torch.randn(2, 5, 12)
+    with fake_timings({}):
+        for _ in range(2):
+            for each in (plain, model):
+                optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+                each.train()(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+        twin = copy.deepcopy(model).double().eval()
+        torch.testing.assert_close(twin(x.double()), plain.double()(x.double()))
+    assert {type(layer).__name__ for layer in model} == {"Linear", "GELU"}
+    assert all(type(layer) is not torch.nn.Linear for layer in model)
+    assert isinstance(model[0].prepared, dispatch.PreparedOperand)
+    assert model.train()[0].prepared is None
 
 
 POLICIES = [

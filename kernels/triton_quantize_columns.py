@@ -40,7 +40,7 @@ from dispatch.kernels.triton_quantize_common import (
 WHOLE_COLUMN = 2048
 """Length of columns up to which a program keeps whole ones."""
 COLUMN_SPLITS = 16
-"""Rows of float32 workspace, as long as the source has columns, that longer columns need."""
+"""Parts of the maximum of a longer column: so many float32 values of workspace for each column of the source."""
 
 
 @triton.jit
@@ -141,7 +141,8 @@ def column_amax_kernel(
 def column_scales(partial, out, scale, col, cols, splits: tl.constexpr):
     """Return the scales of columns, given their partial maxima, and the reciprocals.
 
-    The maxima of a column lie side by side, so that the threads of one warp have them all and no other is waited for.
+    The maxima of a column lie side by side, so that the threads of one warp have them all, and their maximum takes no
+    shared memory.
     """
     split = tl.arange(0, splits)
     maxima = tl.load(partial + col[:, None] * splits + split[None, :], mask=(col < cols)[:, None], other=0.0)

@@ -277,7 +277,8 @@ def looks(number, tile, tiles, turn: tl.constexpr = 0):
     all threads of a program, whatever each has read. To be called where they have just met, and before the last
     stores: a program that ends later for it ends the launch later.
 
-    A slice is of neighbours, so that the programs that look are the last ones of their launch in one launch of 14.
+    A slice is of neighbours: where the programs of a launch follow the rows, those that look are the last ones of it in
+    one launch of 14.
     Tried on an H200, at 4096^3: to look at all rows in two launches of 29, which costs the same, all of it in those
     two. And dearer: to look at one tile in 16 in each launch, by itself or by programs that quantize nothing; to count
     by every program, be it one count for all or one of each.
@@ -302,7 +303,7 @@ def count_on(sums, number):
     """Move the number of the launch on. For the last program of an operand, last of all.
 
     It is taken for granted that every other program has read it by then: each does so first of all, and the last one to
-    begin ends microseconds later. One that had not would not look in this launch, or judge what others still add to.
+    begin ends microseconds later. One that had not would look at the next slice, or judge what others still add to.
     """
     tl.debug_barrier()
     number = tl.where(number == LOOK_CYCLE << 25, LOOK_CYCLE << 24, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import json
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from dispatch.measuring import watch
 
 torch = pytest.importorskip("torch", reason="the launchers take torch tensors here")
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -167,6 +170,19 @@ def test_the_guard_looks_at_whatever_takes_turns() -> None:
     for operands in (x for x in range(1, 129) if x % cycle):
         looks = {(launch % operands, place) for launch, place in enumerate(order) if place is not None}
         assert len(looks) == operands * LOOK_SLICES.value
+
+
+def test_the_benchmark_of_the_guard_asks_for_calls_enough_to_learn_from() -> None:
+    from dispatch.kernels.triton_quantize_common import LEARNT
+
+    tree = ast.parse((HERE.parents[1] / "benchmarks" / "guard.py").read_text(encoding="utf-8"))
+    (normal,) = (
+        ast.literal_eval(x.value)
+        for x in tree.body
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "NORMAL"
+    )
+    assert normal["cuda"] > LEARNT.value
+    assert normal["cpu"] > watch.LEARNT
 
 
 def test_columns_need_a_workspace_only_where_they_are_too_long_to_keep() -> None:
